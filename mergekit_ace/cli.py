@@ -394,8 +394,8 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 def inspect(config: Path, out: Path, quiet: bool, **given: Any) -> None:
     """Measure all task vectors of a merge, without merging.
 
-    OUT gets the report and its page, report.html. CONFIG is that of the merge. LoRA adapters are
-    looked at without their base; with --lora-merge-cache, merged into it.
+    OUT gets the report and its page, report.html. CONFIG is that of the merge. LoRA adapters need
+    --lora-merge-cache, where they are merged into their base.
     """
     from mergekit_ace.report.inspect import run_inspection
 
@@ -436,7 +436,7 @@ def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
     """
     from mergekit_ace.report.card import update_card
 
-    update_card(out, lines, seed=seed, quiet=quiet)
+    update_card(out, lines, seed=seed)
 
 
 @main.command(example="methods ace")

@@ -13,10 +13,8 @@ from mergekit_ace.algebra.inspection import (
     add_subspaces,
     compare_covariances,
     compare_entries,
-    compare_products,
     compare_subspaces,
 )
-from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
 
@@ -44,25 +42,6 @@ def test_comparison(rng, monkeypatch, shape, scale):
 def test_comparison_of_empty_tensors():
     empty = compare_entries(torch.ones(0, 4), [torch.ones(0, 4)])
     assert (empty.unchanged, empty.cosine) == ((1.0,), ((None,),))
-
-
-@pytest.mark.parametrize("stack", [(), (3,)])
-def test_products_are_compared_as_what_they_stand_for(rng, stack):
-    shape = (*stack, 9, 7)
-    factors = [
-        (torch.randn(*stack, 9, r, generator=rng), torch.randn(*stack, r, 7, generator=rng))
-        for r in (2, 4)
-    ]
-    deltas = [LowRank(one.double(), other.double(), shape) for one, other in factors]
-    deltas.append(LowRank(0 * deltas[0].left, deltas[0].right, shape))
-    found = compare_products(deltas)
-    zero = torch.zeros(shape, dtype=torch.float64)
-    expected = compare_entries(zero, [delta.dense() for delta in deltas])
-    assert found.base_norm is None
-    assert found.unchanged == expected.unchanged
-    assert found.norm == pytest.approx(expected.norm)
-    assert found.cosine[0][1] == pytest.approx(expected.cosine[0][1])
-    assert found.cosine[2][1] is None
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (5, 9), (1, 6)])

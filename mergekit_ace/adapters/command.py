@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -14,31 +17,35 @@ from pathlib import Path
 import click
 import torch
 import yaml
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import ModelPath, ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
+from peft import LoraConfig
+from torch import Tensor, nn
 from tqdm import tqdm
+from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.adapters.merge import find_changes, leaves_span, merge_products, read_products
+from mergekit_ace.adapters.merge import find_changes, leaves_span, merge_changes
 from mergekit_ace.adapters.read import (
     Adapter,
     Change,
     base_network,
     base_of,
-    names_in_memory,
+    possible_changes,
     read_adapters,
 )
-from mergekit_ace.adapters.write import WEIGHTS, result_config, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files.checkpoints import DTYPE_NAMES, TensorHeader
-from mergekit_ace.files.models import (
-    TOKENIZER_FILES,
-    Checkpoint,
-    headers_only,
+from mergekit_ace.files.models import TOKENIZER_FILES, Checkpoint, headers_only
+from mergekit_ace.files.saving import (
+    flush_to_disk,
+    locked,
+    package_versions,
+    save_tensors,
+    write_text,
 )
-from mergekit_ace.files.saving import locked, package_versions, write_text
 from mergekit_ace.merge_config import check_config, check_settings, shown_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
@@ -52,6 +59,7 @@ from mergekit_ace.planning import (
 )
 
 LOG = logging.getLogger(__name__)
+WEIGHTS = "adapter_model.safetensors"
 # What a result is made of; nobody's is replaced unasked.
 _PARTS = (
     "adapter_config.json", WEIGHTS, "adapter_model.bin", "README.md", "mergekit_config.yml",
@@ -60,21 +68,13 @@ _PARTS = (
 
 
 @dataclass(frozen=True)
-class ChangedTensor:
-    """A tensor of the base, and what adapters change of it, by their models; at least one does."""
-
-    planned: PlannedTensor
-    changes: Mapping[ModelReference, Change]
-
-
-@dataclass(frozen=True)
 class AdapterPlan:
-    """A merge of adapters."""
+    """A merge of adapters of one base."""
 
     merge: PlannedMerge
-    base: ModelReference  # of all adapters
+    base: ModelReference
     adapters: tuple[Adapter, ...]  # in the order of the experts
-    tensors: tuple[ChangedTensor, ...]
+    tensors: tuple[tuple[PlannedTensor, Mapping[ModelReference, Change]], ...]  # that they change
     checkpoints: tuple[Checkpoint, ...]  # of all models, as they would be
 
 
@@ -101,17 +101,14 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
     checkpoints = tuple(Checkpoint(model, None, index, headers) for model in models)
     with headers_only(checkpoints):
         plan = plan_merge(config, source, options)
-        planned = {n for tensor in plan.tensors for n in names_in_memory(tensor.task.output_weight)}
+        planned = [tensor.task.output_weight for tensor in plan.tensors]
+        known = {name for weight in planned for name in (weight.name, *(weight.aliases or ()))}
         changed = dict.fromkeys(name for one in adapters.values() for name in one.changes)
-        lost = [name for name in changed if name not in planned]
-        if lost:  # mergekit's architecture lacks them
-            extra = [UnplannedTensor(name, tuple(models), merged=True) for name in lost]
+        extra = [UnplannedTensor(n, tuple(models), merged=True) for n in changed if n not in known]
+        if extra:  # mergekit's architecture lacks them
             plan = plan_merge(config, source, options, extra)
-    found = (
-        ChangedTensor(one, find_changes(one.weights, adapters, in_files=False))
-        for one in plan.tensors
-    )
-    tensors = tuple(tensor for tensor in found if tensor.changes)
+    found = [(one, find_changes(one.weights, adapters, in_files=False)) for one in plan.tensors]
+    tensors = tuple((tensor, changes) for tensor, changes in found if changes)
     experts = dict.fromkeys(model for tensor in plan.tensors for model in tensor.experts)
     merged = tuple(adapters[model] for model in experts if model in adapters)
     return AdapterPlan(plan, base, merged, tensors, checkpoints)
@@ -120,8 +117,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 def _common_base(config: MergeConfiguration) -> ModelReference:
     """Return the one model that all adapters of a config belong to."""
     models = sorted(config.referenced_models(), key=str)
-    adapted = [model for model in models if model.lora is not None]
-    bases = {base_of(model) for model in adapted}
+    bases = {base_of(model) for model in models if model.lora is not None}
     base = config.base_model or next(iter(bases), None)
     if not config.models:
         raise ConfigError(
@@ -129,7 +125,7 @@ def _common_base(config: MergeConfiguration) -> ModelReference:
             "modules; merge full models by mergekit-ace merge"
         )
     full = [str(model) for model in models if model.lora is None and model != base]
-    if full or not adapted or base is None:
+    if full or not bases or base is None:
         raise ConfigError(
             f"{listed(full or [str(base)])} is no adapter, and only adapters merge into an "
             "adapter: write `- model: BASE+ADAPTER`, or merge full models by mergekit-ace merge"
@@ -155,42 +151,31 @@ def merge_adapters(
 
     Raises:
         ConfigError: see `plan_adapters`; or the result of the method is no adapter.
-        ValueError, RuntimeError, OSError: an adapter is damaged, or a tensor cannot be merged or
-            written; the message names it.
+        ValueError, RuntimeError, OSError: an adapter is damaged, or a tensor cannot be merged.
     """
     start, quiet = time.perf_counter(), options.quiet
     config, source = read_merge_config(path)
     if errors := shown_errors(check_config(config, source), quiet=quiet):
         raise ConfigError(errors)
     plan = plan_adapters(config, source, options)
-    _check_folder(out, plan.adapters, overwrite=overwrite)
-    with headers_only(plan.checkpoints):
-        for tensor in plan.tensors:
-            if reason := leaves_span(tensor.planned, tensor.changes.values()):
-                raise ConfigError(
-                    f"merge_method: {config.merge_method} makes no adapter: {reason}; merge full "
-                    "models by mergekit-ace merge"
-                )
-        if errors := shown_errors(check_settings(plan.merge), quiet=quiet):
-            raise ConfigError(errors)
-    most = max(sum(one.rank for one in tensor.changes.values()) for tensor in plan.tensors)
+    _check_plan(plan, out, overwrite=overwrite)
+    changes = [next(iter(own.values())) for _, own in plan.tensors]
+    most = max(sum(change.rank for change in own.values()) for _, own in plan.tensors)
     rank = min(most, rank or most)
-    changes = [next(iter(tensor.changes.values())) for tensor in plan.tensors]
-    dtypes = (adapter.dtype for adapter in plan.adapters)
-    dtype = dtype_from_name(config.out_dtype or config.dtype) or reduce(torch.promote_types, dtypes)
     network = plan.adapters[0].network
     result = result_config(network, changes, rank, plan.base.model)
     kinds = {adapter.config.task_type for adapter in plan.adapters}
     result.task_type = kinds.pop() if len(kinds) == 1 else None
-    sizes: list[tuple[float, float]] = []
-    torch.set_num_threads(1)  # factors are small: two threads take twice as long
+    dtypes = (adapter.dtype for adapter in plan.adapters)
+    dtype = dtype_from_name(config.out_dtype or config.dtype) or reduce(torch.promote_types, dtypes)
+    energies: list[tuple[float, float]] = []
     busy = ConfigError(f"another run is writing to {out}; wait for it, or choose another folder")
     with locked(out, ".adapter.lock", busy):
         with headers_only(plan.checkpoints):
-            merged = _merge_tensors(plan, rank, sizes)
+            merged = _merge_tensors(plan, rank, energies)
             write_adapter(out, result, network, changes, merged, dtype)
-        _copy_tokenizer(out, plan.adapters)
-        kept, lost = (sum(column) for column in zip(*sizes, strict=True))
+        _copy_tokenizer(out, plan)
+        kept, lost = (sum(column) for column in zip(*energies, strict=True))
         what = f"{len(changes)} modules of rank {rank}"
         if lost > 1e-9 * kept:
             what += f", which cuts off {lost / (kept + lost):.2%} of ‖X‖²"
@@ -202,39 +187,48 @@ def merge_adapters(
         click.echo(f"{out}: {what}; {in_bytes(size)}, in {seconds:.0f} s")
 
 
-def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) -> None:
-    """Raise a `ConfigError` where the result would replace something that is read, or unasked."""
+def _check_plan(plan: AdapterPlan, out: Path, *, overwrite: bool) -> None:
+    """Raise a `ConfigError` where the result is no adapter, or would replace something."""
     if (out / "config.json").exists():
         raise ConfigError(f"{out} holds a model; choose another folder")
-    if any(out.exists() and out.samefile(adapter.folder) for adapter in adapters):
+    if any(out.exists() and out.samefile(adapter.folder) for adapter in plan.adapters):
         raise ConfigError(f"{out} is an adapter, which is merged; choose another folder")
     there = [name for name in _PARTS if (out / name).exists()]
     if there and not overwrite:
         raise ConfigError(f"{out} holds {listed(there, 3)}; --overwrite replaces what is there")
+    with headers_only(plan.checkpoints):
+        for planned, changes in plan.tensors:
+            if reason := leaves_span(planned, changes.values()):
+                raise ConfigError(
+                    f"merge_method: {plan.merge.config.merge_method} makes no adapter: {reason}; "
+                    "merge full models by mergekit-ace merge"
+                )
+        if errors := shown_errors(check_settings(plan.merge), quiet=plan.merge.options.quiet):
+            raise ConfigError(errors)
 
 
 def _merge_tensors(
-    plan: AdapterPlan, rank: int, sizes: list[tuple[float, float]]
+    plan: AdapterPlan, rank: int, energies: list[tuple[float, float]]
 ) -> Iterator[LowRank | None]:
     """Merge one tensor after the other; add ‖X‖² of what was kept, and of what was cut off."""
+    torch.set_num_threads(1)  # factors are small: two threads take twice as long
     options = plan.merge.options
     device = torch.device(options.device or "cpu")
-    for tensor in tqdm(plan.tensors, "merging", disable=options.quiet, leave=False):
-        planned = tensor.planned
-        deltas = read_products(planned.experts, tensor.changes)
-        work = partial(merge_products, planned, deltas, rank=rank)
+    for planned, changes in tqdm(plan.tensors, "merging", disable=options.quiet, leave=False):
+        work = partial(merge_changes, planned, changes, rank=rank)
         delta, lost = first_that_fits(device, work, planned.method.spec.name, planned.name)
-        sizes.append((delta.energy if delta else 0.0, lost))
-        yield delta if sizes[-1][0] else None
+        energies.append((delta.energy if delta else 0.0, lost))
+        yield delta if energies[-1][0] else None
 
 
-def _copy_tokenizer(out: Path, adapters: Sequence[Adapter]) -> None:
+def _copy_tokenizer(out: Path, plan: AdapterPlan) -> None:
     """Copy the tokenizer of the first adapter that carries one; that of an earlier result goes."""
     for name in TOKENIZER_FILES:
         (out / name).unlink(missing_ok=True)
-    carriers = (one.folder for one in adapters if (one.folder / "tokenizer_config.json").is_file())
-    if folder := next(carriers, None):
-        for name in filter(lambda name: (folder / name).is_file(), TOKENIZER_FILES):
+    folders = (adapter.folder for adapter in plan.adapters)
+    folder = next((one for one in folders if (one / "tokenizer_config.json").is_file()), None)
+    for name in TOKENIZER_FILES if folder else ():
+        if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 
 
@@ -256,3 +250,76 @@ def _card_text(name: str, plan: AdapterPlan, what: str) -> str:
         *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def result_config(
+    network: nn.Module, changes: Collection[Change], rank: int, base: ModelPath
+) -> LoraConfig:
+    """Return the config of an adapter of one rank, whose every factor counts as it is stored."""
+    modules = dict(network.named_modules())
+    own = [change.name.rpartition(".")[0] for change in changes if not change.parameter]
+    parameters = [change.name for change in changes if change.parameter]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,
+        target_modules=_shortest(own, modules) or "|".join(map(re.escape, own)) or None,
+        fan_in_fan_out=any(isinstance(modules[place], Conv1D) for place in own),
+        base_model_name_or_path=base.path,
+        revision=base.revision,
+        inference_mode=True,
+    )
+    if parameters:
+        known = [name for name, _ in network.named_parameters()]
+        config.target_parameters = _shortest(parameters, known) or sorted(parameters)
+    return config
+
+
+def _shortest(chosen: Collection[str], everything: Iterable[str]) -> list[str] | None:
+    """Return the last parts of names where nothing but chosen names ends in them; else None."""
+    ends = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in everything if name.rpartition(".")[2] in ends}
+    return sorted(ends) if chosen and meant == set(chosen) else None
+
+
+def write_adapter(
+    folder: Path,
+    config: LoraConfig,
+    network: nn.Module,
+    changes: Collection[Change],
+    merged: Iterable[LowRank | None],
+    dtype: torch.dtype,
+) -> None:
+    """Write an adapter into a folder; an earlier one stays until all tensors are on the disk.
+
+    `merged` are factors of every change, of the config's rank at most; None for no change.
+
+    Raises:
+        ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
+    """
+    known, shapes = possible_changes(network, config)
+    tensors: dict[str, Tensor] = {}
+    nothing = True
+    for change, delta in zip(changes, merged, strict=True):
+        place = known[change.name]
+        if delta is None:
+            tensors |= {name: torch.zeros(shapes[name], dtype=dtype) for name in place.tensors}
+            continue
+        nothing = False
+        factors = place.to_peft(delta.padded(place.rank))
+        for name, factor in zip(place.tensors, factors, strict=True):
+            tensors[name] = factor.to("cpu", dtype).contiguous()
+            if not torch.isfinite(tensors[name]).all():
+                raise ValueError(
+                    f"the merged {place.name} holds NaN, or numbers that {dtype} cannot; write the "
+                    "adapter in bfloat16 or float32"
+                )
+    if nothing:
+        raise ValueError("the adapters change nothing that could be written")
+    staged = folder / f"{WEIGHTS}.new"
+    save_tensors(staged, tensors, {"format": "pt"})
+    flush_to_disk(staged)
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (folder / name).unlink(missing_ok=True)  # of an earlier result, which is whole until here
+    os.replace(staged, folder / WEIGHTS)
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=sorted)
+    write_text(folder / "adapter_config.json", f"{text}\n", durable=True)

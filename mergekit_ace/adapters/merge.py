@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters change of a tensor, merged within the span of their factors where a method can.
-
-A merge of full models adds the result to the base's tensor. Where a method leaves the span, it
-gets the experts' versions, those of one tensor at a time.
-"""
+"""What adapters change of a tensor, merged within the span of their factors where a method can."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -42,11 +38,7 @@ def find_changes(
     *,
     in_files: bool,
 ) -> dict[ModelReference, Change]:
-    """Return what adapters change of a tensor, given what a merge reads of every model.
-
-    Args:
-        in_files: whether its name is that in the files of their bases; else that in memory.
-    """
+    """Return what adapters change of a tensor, by its names in memory, or in their bases' files."""
     own = ((model, adapters[model]) for model in weights if model in adapters)
     found = {
         model: adapter.find_change(weights[model], base_of(model) if in_files else None)
@@ -55,31 +47,22 @@ def find_changes(
     return {model: change for model, change in found.items() if change is not None}
 
 
-def read_products(
-    models: Iterable[ModelReference], changes: Mapping[ModelReference, Change]
-) -> list[LowRank | None]:
-    """Return the changes of models in float64; None where a model changes nothing."""
-    return [changes[model].factors() if model in changes else None for model in models]
-
-
-def merge_products(
+def merge_changes(
     planned: PlannedTensor,
-    deltas: Sequence[LowRank | None],
+    changes: Mapping[ModelReference, Change],
     device: torch.device,
     rank: int | None = None,
 ) -> tuple[LowRank | None, float]:
-    """Merge changes of low rank within their span, and write the line of the report.
+    """Merge what adapters change of a tensor within their span; write the line of the report.
 
-    Args:
-        planned: a tensor whose merge does not leave the span, see `leaves_span`.
-        deltas: Δ_t of every expert in float64, at least one; None of one that changes nothing.
-        rank: of the result, at most; None for all that there is.
-
-    Returns:
-        What is added to the base, None where that is nothing; and what of ‖X‖² was cut off.
+    Returns what is added to the base, of a rank at most, or None where that is nothing; and what of
+    ‖X‖² was cut off.
     """
     start, method = time.perf_counter(), planned.method
-    deltas = [delta and delta.to(device) for delta in deltas]
+    deltas = [
+        changes[model].factors().to(device) if model in changes else None
+        for model in planned.experts
+    ]
     given = [delta for delta in deltas if delta is not None]
     if not isinstance(method, TaskVectorMethod):  # linear, so that it merges cores
         space, most = CoreSpace.of(given), sum(delta.rank for delta in given)
@@ -194,17 +177,16 @@ class MergeProducts(ExecuteMergeMethodTask):
     def execute(self, base: Tensor, **_: Any) -> Tensor:
         """Return the merged tensor, in the dtype of the base's."""
         planned, gathered = PlannedTensor(self), cast(GatherAdapted, self.gather_tensors)
-        method = planned.method
-        products = read_products(planned.experts, dict(gathered.changes))
-
-        def merged_on(device: torch.device) -> Tensor:
-            delta, _ = merge_products(planned, products, device)
-            return base.to(device) if delta is None else delta.added_to(base.to(device))
-
+        method, changes = planned.method, dict(gathered.changes)
         if isinstance(method, TaskVectorMethod):
             entries = (TensorEntry(planned.base, base, is_base=True),)
             metadata = TensorMetadata.from_weight_info(self.output_weight)
             check_finite(method.spec.name, TensorGroup(entries=entries, metadata=metadata))
+
+        def merged_on(device: torch.device) -> Tensor:
+            delta, _ = merge_changes(planned, changes, device)
+            return base.to(device) if delta is None else delta.added_to(base.to(device))
+
         result = first_that_fits(base.device, merged_on, method.spec.name, planned.name)
         if isinstance(method, TaskVectorMethod):
             method.check_size(result, planned.settings)

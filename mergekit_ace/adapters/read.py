@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters as changes of their base's tensors, read by PEFT's own classes.
 
-PEFT's linear layers change a weight (o, i) by B · A with B (o, r) and A (r, i). Conv1D and
-embeddings store the transpose. The matrices of a packed parameter lie side by side: A (E · r, i) by
-matrix first, B (o, r · E) by rank first.
+PEFT changes a weight (o, i) by B · A with B (o, r) and A (r, i); see `Change` for other layouts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
 from mergekit_ace.files.checkpoints import DTYPES, FLOATING, read_file_header, read_json
-from mergekit_ace.methods.architecture import Part, empty_network, model_names
+from mergekit_ace.methods.architecture import empty_network, model_names
 from mergekit_ace.naming import ConfigError, FileError
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
@@ -48,12 +46,13 @@ _REFUSED |= {"trainable_token_indices", "use_qalora"}
 _CHANGED_BASES = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
-OtherAdapterError = ConfigError  # its former name
-
-
 @dataclass(frozen=True)
 class Change:
-    """One tensor of the base that an adapter changes."""
+    """One tensor of the base that an adapter changes.
+
+    Conv1D and embeddings store the transpose. The matrices of a packed parameter lie side by side:
+    A (E · r, i) by matrix first, B (o, r · E) by rank first.
+    """
 
     name: str  # of the tensor in memory
     shape: tuple[int, ...]  # of it, too
@@ -113,26 +112,6 @@ class Change:
 
 
 @dataclass(frozen=True)
-class ChangedPart(Change):
-    """The change of a stored matrix that is a part of a packed tensor, with the whole change."""
-
-    packed: Change | None = None
-    part: Part | None = None
-
-    def factors(self) -> LowRank:
-        """Do what `Change.factors` does, for the part."""
-        assert self.packed is not None
-        assert self.part is not None
-        matrix = self.packed.factors().matrix(self.part.matrix)
-        left = matrix.left.chunk(self.part.pieces)[self.part.piece]
-        return LowRank(left, matrix.right, self.shape)
-
-    def _read(self, name: str) -> Tensor:
-        assert self.part is not None
-        return super()._read(name)[self.part.matrix].chunk(self.part.pieces)[self.part.piece]
-
-
-@dataclass(frozen=True)
 class Adapter:
     """An adapter by its config and the header of its tensors."""
 
@@ -155,34 +134,21 @@ class Adapter:
                 whole = all(change.whole for change in known)
                 raise (ConfigError if whole else FileError)(
                     f"{self.file} changes {known[0].name}, and the base has {table} and {head} "
-                    "tied, as one tensor, so that a merge would change both; put the adapter onto "
-                    f"a copy of the base with `tie_word_embeddings`: false and {table} once more "
-                    f"as {head}, and merge with that as the base"
+                    "tied, as one tensor; put the adapter onto a copy of the base with "
+                    f"`tie_word_embeddings`: false and {table} once more as {head}, and merge with "
+                    "that as the base"
                 )
 
     def find_change(self, weight: WeightInfo, base: ModelReference | None = None) -> Change | None:
-        """Return what the adapter changes of a tensor, or of one that it is packed into.
+        """Return what the adapter changes of a tensor.
 
         Args:
             base: in whose files the tensor has its name; None for one with its name in memory.
         """
-        names, stored = names_in_memory(weight), model_names(base) if base else None
-        memory = stored.memory if stored else {}
-        for name in (*names, *(memory[name] for name in names if name in memory)):
-            if name in self.changes:
-                return self.changes[name]
-        part = stored.parts.get(weight.name) if stored else None
-        packed = self.changes.get(part.name) if part else None
-        if part is None or packed is None or packed.flipped:
-            return None
-        known: dict[str, Any] = {one.name: getattr(packed, one.name) for one in fields(Change)}
-        known["shape"] = (packed.shape[1] // part.pieces, *packed.shape[2:])
-        return ChangedPart(**known, packed=packed, part=part)
-
-
-def names_in_memory(weight: WeightInfo) -> tuple[str, ...]:
-    """Return the names that a planned tensor may have in memory."""
-    return (weight.name, *(weight.aliases or ()))
+        names = [weight.name, *(weight.aliases or ())]
+        stored = model_names(base) if base else None
+        names += [stored.memory[name] for name in names if stored and name in stored.memory]
+        return next((self.changes[name] for name in names if name in self.changes), None)
 
 
 def base_of(model: ModelReference) -> ModelReference:
@@ -269,27 +235,21 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
 def _wrong_tensor(dtype: str, shape: tuple[int, ...], expected: tuple[int, ...] | None) -> str:
     """Return what is wrong with a tensor of an adapter, and what to do about it; else nothing."""
     if dtype not in FLOATING:
-        return (
-            f"is in {dtype}, as quantised adapters are; give the adapter that it was made from, in "
-            "bfloat16, float16 or float32"
-        )
+        return f"is in {dtype}, as quantised adapters are; give it in bfloat16, float16 or float32"
     if 0 in shape:
         return (
             "is empty, as DeepSpeed's ZeRO-3 leaves parameters that are not gathered; save the "
-            "adapter again from a checkpoint of the training, with "
-            "`stage3_gather_16bit_weights_on_model_save`: true"
+            "adapter with `stage3_gather_16bit_weights_on_model_save`: true"
         )
     if expected is None:
         return (
             "is none that PEFT loads onto the base, which has no such module, or not among those "
-            "that the config targets; give the base that the adapter was trained on, or save the "
-            "adapter again by peft's save_pretrained"
+            "that the config targets; give the base that the adapter was trained on"
         )
     if shape != expected:
         return (
             f"has the shape {shape}, and config and base ask for {expected}; correct `r` or "
-            "`rank_pattern`, or give the base that the adapter was trained on, with the vocabulary "
-            "that it had then"
+            "`rank_pattern`, or give the base that the adapter was trained on, with its vocabulary"
         )
     return ""
 
@@ -306,15 +266,12 @@ def _read_config(folder: Path) -> LoraConfig:
             f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
             "which may change what the adapter does; update peft"
         )
-    config_class = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(cast(Any, kind), LoraConfig)
-    if issubclass(config_class, peft.PromptLearningConfig):
-        raise FileError(f"{path} is of {kind}, which changes no weights; leave it out")
     refused = ["peft_type"] if kind != "LORA" else []
     refused += [name for name in sorted(_REFUSED) if content.get(name) not in (None, False, "none")]
     if refused:
         raise ConfigError(
-            f"{path} has `{refused[0]}`: {content.get(refused[0])}, so that the adapter is more "
-            f"than products of two factors; convert it by peft's save_as_lora, or {MERGE_MODELS}"
+            f"{path} has `{refused[0]}`: {content.get(refused[0])}, which is more than products of "
+            f"two factors; convert it by peft's save_as_lora, or {MERGE_MODELS}"
         )
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):

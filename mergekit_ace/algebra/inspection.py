@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, leading_directions
-from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.algebra.measured import MeasuredCovariance
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
@@ -29,10 +28,10 @@ PairTable = tuple[tuple[float | None, ...], ...]
 class Comparison:
     """The task vectors of one tensor; lists in the order of the experts."""
 
-    base_norm: float | None  # ‖W0‖_F; None where only the Δ_t are known
+    base_norm: float  # ‖W0‖_F
     norm: tuple[float, ...]  # ‖Δ_t‖_F
-    relative_size: tuple[float | None, ...]  # ‖Δ_t‖/‖W0‖; None where W0 is zero or unknown
-    unchanged: tuple[float, ...]  # share of entries with W_t = W0; of factors 1 for Δ_t = 0, else 0
+    relative_size: tuple[float | None, ...]  # ‖Δ_t‖/‖W0‖; None where W0 is zero
+    unchanged: tuple[float, ...]  # share of entries with W_t = W0
     cosine: PairTable  # ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero
 
 
@@ -79,26 +78,7 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
     unchanged = [1 - n / count if count else 1.0 for n in changed.tolist()]
-    return _comparison(math.sqrt(base_square), products, unchanged)
-
-
-def compare_products(deltas: Sequence[LowRank]) -> Comparison:
-    """Compare task vectors of one tensor by their factors, which are in float64."""
-    inner = [
-        [float(((a.left.mT @ b.left) * (a.right @ b.right.mT)).sum()) for b in deltas]
-        for a in deltas
-    ]
-    products = torch.tensor(inner, dtype=torch.float64)
-    products.diagonal().clamp_(min=0)  # rounding may leave a little below it
-    unchanged = [float(square == 0) for square in products.diagonal().tolist()]
-    return _comparison(None, products, unchanged)
-
-
-def _comparison(
-    base_norm: float | None, products: Tensor, unchanged: Sequence[float]
-) -> Comparison:
-    """Return the comparison of task vectors with the products ⟨Δ_s, Δ_t⟩, (T, T)."""
-    norms = products.diagonal().sqrt()
+    base_norm, norms = math.sqrt(base_square), products.diagonal().sqrt()
     sizes = tuple(norms.tolist())
     relative = tuple(norm / base_norm if base_norm else None for norm in sizes)
     cosine = _pairs(products / torch.outer(norms, norms), sizes)

@@ -37,8 +37,6 @@ from mergekit.options import MergeOptions
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
     WeightRenaming,
     rename_source_key,
 )
@@ -261,22 +259,11 @@ _header = lru_cache(maxsize=256)(read_file_header)  # all tensors of a shard ask
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stored matrix that is part of a packed tensor in memory: rows of one of its matrices."""
-
-    name: str  # of the packed tensor
-    matrix: int  # its number in the stack
-    piece: int  # which of so many equal pieces of the matrix's rows
-    pieces: int
-
-
-@dataclass(frozen=True)
 class StoredNames:
     """What transformers makes of the tensors in a checkpoint's files."""
 
     memory: Mapping[str, str]  # names in memory by names in files, of what is loaded as it is
     converted: frozenset[str]  # names in files of what is packed, split or turned when loaded
-    parts: Mapping[str, Part]  # of these, what is packed into stacks of matrices
     ties: Mapping[str, str]  # of names in memory that are tied, the tensor that they are one with
     lacking: frozenset[str]  # names in memory that nothing in the files fills
     vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
@@ -300,7 +287,7 @@ def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
     state, prefix = network.state_dict(), network.base_model_prefix
-    memory, converted, parts = {}, set(), {}
+    memory, converted = {}, set()
     filled: set[str] = set()
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
@@ -315,8 +302,6 @@ def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
         converter = next(one for one in converters if pattern in one.source_patterns)
         converted.add(name)
         filled |= _expanded_target_keys(target, converter.target_patterns)
-        if part := _part(name, target, pattern, converter):
-            parts[name] = part
     network.tie_weights()
     ties = dict(network.all_tied_weights_keys)
     optional = getattr(network, "_keys_to_ignore_on_load_missing", None) or ()
@@ -329,17 +314,7 @@ def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
         vocabulary = infer_vocabulary_axes(network)
     except NotImplementedError:  # of networks for images, and of two towers
         vocabulary = {}
-    return StoredNames(memory, frozenset(converted), parts, ties, frozenset(lacking), vocabulary)
-
-
-def _part(name: str, target: str, pattern: str, converter: Any) -> Part | None:
-    """Return where in a stack a stored matrix lies; None where it is put there in another way."""
-    kinds = [type(operation) for operation in converter.operations]
-    numbers = _LAYER.findall(name)
-    if kinds[:1] != [MergeModulelist] or kinds[1:] not in ([], [Concatenate]) or len(numbers) < 2:
-        return None
-    pieces = converter.source_patterns
-    return Part(target, int(numbers[-1]), pieces.index(pattern), len(pieces))
+    return StoredNames(memory, frozenset(converted), ties, frozenset(lacking), vocabulary)
 
 
 def model_names(model: ModelReference) -> StoredNames | None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,17 +10,14 @@ from pathlib import Path
 
 import click
 from mergekit import merge_methods
-from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
-from tqdm import tqdm
 
 from mergekit_ace.check.loading import merged_model, verify_model
-from mergekit_ace.files.checkpoints import adapter_files, weight_files
-from mergekit_ace.files.models import add_model_files, config_donor
-from mergekit_ace.files.saving import package_versions, sha256, write_text
+from mergekit_ace.files.models import add_model_files, config_donor, find_model_file
+from mergekit_ace.files.saving import package_versions, write_text
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.naming import ConfigError, FileError
+from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.record import Report, read_records, summarize
 
@@ -35,9 +31,7 @@ def markdown_text(text: str) -> str:
     return _MARKUP.sub(lambda match: "\\" + "\\".join(match[0]), " ".join(text.split()))
 
 
-def update_card(
-    folder: Path, lines: Path | None, *, seed: int | None = None, quiet: bool = False
-) -> None:
+def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) -> None:
     """`mergekit-ace card`: write the card's section, complete the files, and check the tensors.
 
     Args:
@@ -54,8 +48,7 @@ def update_card(
     if lines is not None:
         report = Report(read_records(lines))
         _check_same_merge(folder, config, report)
-        hashes = _hash_models(config, folder, quiet=quiet)
-        section = "\n\n".join(_section(report, config, hashes, seed))
+        section = "\n\n".join(_section(report, config, seed))
         try:
             known = card.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -68,22 +61,18 @@ def update_card(
         click.echo(f"added {name} of {model}")
     if not added:
         click.echo(f"{folder} has all files that its models have beside their weights")
-    problem, donor = "", _find(config_donor(config).model, folder)
+    donor = find_model_file(config_donor(config).model, "config.json", beside=folder.parent)
+    problem = ""
     if donor is not None:
         # weights of the base may be gone, an architecture may have code of its own
         with suppress(OSError, RuntimeError, ValueError):
-            problem = verify_model(folder, merged_model(donor), donor, trust_remote_code=False)
+            model = merged_model(donor.parent)
+            problem = verify_model(folder, model, donor.parent, trust_remote_code=False)
     if problem:
         raise ConfigError(
             f"{folder} is no model that transformers loads whole: {problem}. Merge again with "
             "`mergekit-ace merge --unplanned merge` or `--unplanned base`"
         )
-
-
-def _find(part: ModelPath, folder: Path) -> Path | None:
-    """Return the folder of a model or an adapter; relative names may be beside the result, too."""
-    path = Path(part.path).expanduser()
-    return next((place for place in (path, folder.parent / path) if place.is_dir()), None)
 
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) -> None:
@@ -97,26 +86,7 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) 
     )
 
 
-def _hash_models(config: MergeConfiguration, folder: Path, *, quiet: bool) -> dict[str, str | None]:
-    """Return SHA-256 of each input's weight files' digests, in their order; None if not here."""
-    models = sorted(config.referenced_models(), key=str)
-    parts = {str(model.model): (model.model, weight_files) for model in models}
-    parts |= {str(model.lora): (model.lora, adapter_files) for model in models if model.lora}
-    hashes: dict[str, str | None] = {}
-    for name, (part, files_of) in tqdm(parts.items(), "hashing inputs", disable=quiet):
-        place = _find(part, folder)
-        try:
-            files = files_of(place) if place else []
-            digests = [bytes.fromhex(sha256(file)) for file in files]
-        except (FileError, OSError):
-            digests = []
-        hashes[name] = hashlib.sha256(b"".join(digests)).hexdigest() if digests else None
-    return hashes
-
-
-def _section(
-    report: Report, config: MergeConfiguration, hashes: dict[str, str | None], seed: int | None
-) -> Iterator[str]:
+def _section(report: Report, config: MergeConfiguration, seed: int | None) -> Iterator[str]:
     """Yield the paragraphs of the section."""
     method = merge_methods.get(config.merge_method)
     own = method if isinstance(method, TaskVectorMethod) else None
@@ -133,15 +103,8 @@ def _section(
     versions = next((r.versions for r in report.records), package_versions(*REPORTED_PACKAGES))
     seed_of_method = "none needed: the method draws no random numbers" if own else "none given"
     listed = ", ".join(f"{name} {number}" for name, number in versions.items())
-    rows = [
-        ("", ""),
-        ("versions", markdown_text(listed)),
-        ("seed", markdown_text(seed_of_method if seed is None else str(seed))),
-    ]
-    for name, digest in hashes.items():
-        text = f"SHA-256 `{digest}`" if digest else "not on the machine that wrote this"
-        rows.append((markdown_text(name), text))
-    yield _table(rows)
+    seed_text = markdown_text(seed_of_method if seed is None else str(seed))
+    yield _table([("", ""), ("versions", markdown_text(listed)), ("seed", seed_text)])
     yield from (f"```bibtex\n{citation}\n```" for citation in report.citations)
 
 
@@ -154,12 +117,9 @@ def _experts(report: Report) -> list[Sequence[str]]:
     for model, norm, size, (low, high) in zip(
         report.models, report.norms, report.relative_sizes, weights.to_numpy(), strict=True
     ):
-        rows.append((
-            markdown_text(model),
-            f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}",
-            f"{norm:.3g}" if size is None else f"{size:.2%} of the base",
-            f"{norm**2 / total:.0%}",
-        ))  # fmt: skip
+        weight = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+        moved_by = f"{norm:.3g}" if size is None else f"{size:.2%} of the base"
+        rows.append((markdown_text(model), weight, moved_by, f"{norm**2 / total:.0%}"))
     return rows
 
 

@@ -3,26 +3,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import click
 import torch
+from mergekit import merge_methods
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor
 from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from pydantic_core import to_json
+from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.adapters.command import plan_adapters
-from mergekit_ace.algebra.inspection import evenly_spaced
+from mergekit_ace.algebra.inspection import (
+    Comparison,
+    add_subspaces,
+    compare_covariances,
+    compare_entries,
+    evenly_spaced,
+)
+from mergekit_ace.algebra.task_vectors import TensorRecord, as_matrices, task_vector
 from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.naming import ConfigError, FileError, natural_order, without_numbers
+from mergekit_ace.methods.base import (
+    MERGE_ERRORS,
+    TaskVectorMethod,
+    TensorSettings,
+    check_finite,
+    first_that_fits,
+)
+from mergekit_ace.methods.lookup import MeasuredLookup
+from mergekit_ace.methods.report_lines import Record, tensor_record
+from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
 from mergekit_ace.planning import (
     PlannedMerge,
     PlannedTensor,
@@ -30,7 +54,6 @@ from mergekit_ace.planning import (
     plan_merge,
     read_merge_config,
 )
-from mergekit_ace.report.measure import IN_FULL, InspectTensor, adapter_records
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.record import Report, summarize
 
@@ -60,62 +83,56 @@ def run_inspection(
         )
     folder.mkdir(parents=True, exist_ok=True)
     merge, source = read_merge_config(config)
-    adapters = None
-    if any(model.lora for model in merge.referenced_models()) and not options.lora_merge_cache:
-        if covariances is not None:
-            raise ConfigError(f"--covariances compares full matrices; {IN_FULL}")
-        try:
-            adapters = plan_adapters(merge, source, options)
-        except (ConfigError, FileError) as error:
-            raise ConfigError(f"{error}; {IN_FULL}") from error
     if covariances is not None:
         load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
-    plan = adapters.merge if adapters else _plan_models(merge, source, options)
-    selected = select(plan.tensors, tensors, sample)
-    if adapters:
-        work = adapter_records(adapters, selected)
-    else:  # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-        tasks = [InspectTensor(**vars(t.task), covariances=covariances) for t in selected]
-        executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
-        work = (record for _, record in executor.run(quiet=True))
+    plan = _plan_models(merge, source, options)
+    planned = {tensor.name: tensor.task for tensor in plan.tensors}
+    selected = select(planned, tensors, sample)
+    # by mergekit's own executor, which reads, moves and frees tensors as in a merge
+    tasks = [InspectTensor(**vars(planned[name]), covariances=covariances) for name in selected]
+    executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
+    work = (record for _, record in executor.run(quiet=True))
     bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
     records = sorted(bar, key=lambda record: natural_order(record.name))
     report = Report(records)
     for name in ("report.html", "summary.json", "report.jsonl"):
         (folder / name).unlink(missing_ok=True)  # they belong together
-    base = adapters.base if adapters else merge.base_model
-    some = "" if len(selected) == len(plan.tensors) else f", {len(selected)} looked at"
-    about = f"Base model {base}; {len(plan.tensors)} tensors{some}. Before the merge."
+    some = "" if len(selected) == len(planned) else f", {len(selected)} looked at"
+    about = f"Base model {merge.base_model}; {len(planned)} tensors{some}. Before the merge."
     write_page(report, folder / "report.html", about)
-    summary = to_json(summarize(report), indent=1, inf_nan_mode="strings").decode()
-    write_text(folder / "summary.json", summary + "\n")
+    summary = summarize(report)
+    text = to_json(summary, indent=1, inf_nan_mode="strings").decode()
+    write_text(folder / "summary.json", text + "\n")
     lines = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
     write_text(folder / "report.jsonl", "".join(lines))
-    sentences = [f"* {sentence}" for sentence in summarize(report)["sentences"]]
+    sentences = [f"* {sentence}" for sentence in summary["sentences"]]
     click.echo("\n".join([report.about, "", *sentences, "", str(folder / "report.html")]).lstrip())
 
 
-def select(
-    tensors: Sequence[PlannedTensor], filters: Sequence[str], sample: int | None
-) -> list[PlannedTensor]:
-    """Return the tensors whose names hold one of the filters, or of all names.
+def select(names: Iterable[str], filters: Sequence[str], sample: int | None) -> list[str]:
+    """Return the names that hold one of the filters, or all; at most `sample`, evenly spaced.
 
-    Args:
-        sample: how many at most: evenly spaced, by kinds (names that differ by numbers only) and in
-            every kind by depth.
+    They are spaced by kinds (names that differ by numbers only), and in every kind by depth.
     """
-    chosen = {t.name: t for t in tensors if not filters or any(part in t.name for part in filters)}
+    names = list(names)
+    chosen = [name for name in names if not filters or any(part in name for part in filters)]
     if not chosen:
         raise ConfigError(
             f"no tensor contains {' or '.join(map(repr, filters))}; there are, for example, "
-            f"{', '.join(tensor.name for tensor in tensors[:3])}"
+            f"{', '.join(names[:3])}"
         )
-    names = sorted(chosen, key=lambda name: (without_numbers(name), natural_order(name)))
-    return [chosen[names[n]] for n in evenly_spaced(len(names), sample or len(names))]
+    chosen.sort(key=lambda name: (without_numbers(name), natural_order(name)))
+    return [chosen[n] for n in evenly_spaced(len(chosen), sample or len(chosen))]
 
 
 def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
     """Return the plan of a merge of full models, which are stored in a way that can be compared."""
+    adapters = [str(model.lora) for model in config.referenced_models() if model.lora]
+    if adapters and not options.lora_merge_cache:
+        raise ConfigError(
+            f"inspect compares full models, and {listed(adapters)} are adapters; add "
+            "--lora-merge-cache DIR --lora-merge-dtype float32, to merge them into their base there"
+        )
     find_models(config)
     LoaderCache().setup(options)
     open_quantised(config.referenced_models())
@@ -128,3 +145,87 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
     if config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
         raise ConfigError("there is no base model to compare with; add a line base_model:")
     return plan
+
+
+class InspectTensor(ExecuteMergeMethodTask):
+    """In the place of mergekit's merge of one tensor: the same inputs, the record of a report."""
+
+    covariances: str | None = None
+
+    @torch.no_grad()
+    def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Any:
+        """Return the record; a short one of a tensor without experts, or without numbers."""
+        start, planned = time.perf_counter(), PlannedTensor(self)
+        present = [model for model in self.model_order if tensors.get(model) is not None]
+        if planned.base not in present or len(present) < 2:
+            return _skipped(planned, "the base model or all experts lack it")
+        base = tensors[planned.base]
+        if not base.is_floating_point():
+            return _skipped(planned, "it holds no floating-point numbers")
+        entries = [TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present]
+        metadata = TensorMetadata.from_weight_info(self.output_weight)
+        group = TensorGroup(tuple(entries), metadata)
+        group.validate_tensors()
+        check_finite("inspect", group)
+        method, parameters = _deciding_method(planned)
+        settings = method.complete(TensorSettings.of(group, parameters), base.ndim, group)
+        settings = replace(settings, layout=planned.layout(base.ndim))
+        versions = [base, *(entry.tensor for entry in group.non_base)]
+        measure = partial(_measure, versions, method, settings, self.covariances)
+        try:
+            record, comparison = first_that_fits(base.device, measure, "inspect", planned.name)
+        except MERGE_ERRORS as error:
+            raise ConfigError(method.explain(error, settings)) from error
+        other = None if method is planned.method else method.spec.name
+        measured = {**vars(comparison), "decisions_of": other}
+        seconds = time.perf_counter() - start
+        return tensor_record(planned.task.method_name, settings, record, seconds, **measured)
+
+
+def _measure(
+    versions: Sequence[Tensor],
+    method: TaskVectorMethod,
+    settings: TensorSettings,
+    statistics: str | None,
+    device: torch.device,
+) -> tuple[TensorRecord, Comparison]:
+    """Look at the versions of a tensor, and at what their merge decides."""
+    base, *experts = tensors = [tensor.to(device) for tensor in versions]
+    comparison = compare_entries(base, experts)
+    record = method.merge(tensors, settings)[1]
+    if settings.layout == "mean" or base.numel() == 0:
+        return record, comparison
+    name = settings.parameters.get("compute_dtype", "float32")
+    dtype = torch.promote_types(getattr(torch, name), base.dtype)
+    origins, *others = (as_matrices(tensor, settings.layout) for tensor in tensors)
+    stacks = [
+        partial(map, partial(task_vector, base=origin, dtype=dtype), [own[n] for own in others])
+        for n, origin in enumerate(origins)
+    ]
+    record = add_subspaces(record, stacks)
+    if statistics is not None:
+        lookup = MeasuredLookup("inspect", settings, statistics, "covariances")
+        covariances = lookup.inputs(base.shape).covariances
+        if any(covariances):  # of a tensor that is one matrix
+            agreement = compare_covariances(list(stacks[0]()), covariances)
+            record = replace(record, matrices=(replace(record.matrices[0], agreement=agreement),))
+    return record, comparison
+
+
+def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
+    """Return the merge's own method with its parameters for a tensor; for mergekit's, `ace`."""
+    if isinstance(planned.method, TaskVectorMethod):
+        return planned.method, planned.settings.parameters
+    method = cast(TaskVectorMethod, merge_methods.get("ace"))
+    return method, {
+        p.name: dict.fromkeys(planned.experts, p.default)
+        if p.scope == ParameterScope.NON_BASE
+        else p.default
+        for p in method.spec.parameters
+    }
+
+
+def _skipped(planned: PlannedTensor, why: str) -> Record:
+    models, method = tuple(map(str, planned.experts)), planned.task.method_name
+    known = {"tensor": planned.name, "method": method, "models": models, "skipped": why}
+    return Record.model_validate({"shape": (), "layout": "", **known})

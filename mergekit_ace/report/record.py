@@ -38,9 +38,6 @@ LARGE = 2.5  # ‖X‖² / Σ ‖Δ_t‖² of a merge that follows noise
 Values = list[float | None]
 
 
-ReportError = ConfigError  # its former name
-
-
 def read_records(path: Path) -> list[Record]:
     """Return the last record of each tensor in a report, and all of tensors without a name.
 
@@ -86,9 +83,7 @@ class Report:
         records: of the tensors that were compared, in the order of depth.
         looked_at: those that `inspect` wrote of all experts; a merge's own report knows less.
         skipped: names of the other tensors.
-        name, title: of the merge method, as in a config and for people.
         stands_in: the title of the method whose decisions are shown in the place of the merge's.
-        about, citations, rules: what the method does, BibTeX, words for its rules; of ours alone.
         models, experts: paths and short names of the experts.
     """
 
@@ -113,7 +108,7 @@ class Report:
         self.looked_at = [r for r in self.records if r.norm and len(r.models) == count]
 
     @cached_property
-    def matrices(self) -> pd.DataFrame:
+    def matrices(self) -> Any:
         """A row per matrix: its fields, its tensor's, `label` and `layer` (None outside of layers).
 
         The label is the tensor's name, of a stack with the number of the matrix.
@@ -131,28 +126,27 @@ class Report:
         ]
         return pd.DataFrame(rows, dtype=object)
 
-    def having(self, field: str) -> pd.DataFrame:
+    def having(self, field: str) -> Any:
         """Return the rows of `matrices` that have a field."""
         return self.matrices[self.matrices[field].notna()]
 
     @cached_property
-    def shares(self) -> pd.DataFrame:
+    def shares(self) -> Any:
         """A row per matrix and expert, with the place of the matrix in `matrices` as `row`."""
         rows = []
         names = dict(zip(self.models, self.experts, strict=True))
-        for number, row in enumerate(self.matrices.itertuples()):
-            for t, model in enumerate(row.models):
-                cosines = pd.Series(row.agreement[t] if row.agreement else {t: None}, dtype=float)
+        for number, row in enumerate(self.matrices.to_dict("records")):
+            for t, model in enumerate(row["models"]):
+                agreement = row["agreement"][t] if row["agreement"] else {t: None}
+                cosines = pd.Series(agreement, dtype=float)
                 rows.append({
                     "row": number,
-                    "tensor": row.tensor,
-                    "label": row.label,
-                    "layer": row.layer,
+                    **{name: row[name] for name in ("tensor", "label", "layer")},
                     "expert": names[model],
-                    "tau": row.tau[t],
-                    "changed": row.changed[t],
-                    "weight": (row.coefficients or row.weight)[t],
-                    "stable_rank": row.subspaces.stable_rank[t] if row.subspaces else None,
+                    "tau": row["tau"][t],
+                    "changed": row["changed"][t],
+                    "weight": (row["coefficients"] or row["weight"])[t],
+                    "stable_rank": row["subspaces"] and row["subspaces"].stable_rank[t],
                     "own": cosines[t],
                     "others": cosines.drop(t).mean(),
                 })  # fmt: skip
@@ -225,8 +219,7 @@ def _sentences(report: Report) -> Iterator[str]:
             f"{report.title} is a method of mergekit, which tells nothing of its decisions: they "
             f"are what {report.stands_in} would make of these experts with its defaults."
         )
-    yield from _odd_experts(report)
-    yield from _pairs(report)
+    yield from _of_experts(report)
     yield from _decisions(report)
     if report.skipped:
         names = listed(report.skipped)
@@ -240,8 +233,8 @@ def _sentences(report: Report) -> Iterator[str]:
         )
 
 
-def _odd_experts(report: Report) -> Iterator[str]:
-    """Tell of experts that are the base, no fine-tune of it, weak, or changed few layers."""
+def _of_experts(report: Report) -> Iterator[str]:
+    """Tell of experts that are the base, no fine-tune of it, weak, nearly the same or opposed."""
     strongest = max(report.norms)
     for name, norm, size in zip(report.experts, report.norms, report.relative_sizes, strict=True):
         if norm == 0:
@@ -270,18 +263,14 @@ def _odd_experts(report: Report) -> Iterator[str]:
             f"{name} is left out of {_count(count, 'tensor')}, where it is the base, saved in "
             "another precision."
         )
-
-
-def _pairs(report: Report) -> Iterator[str]:
-    """Tell which experts are nearly the same, or opposed."""
     for (a, one), (b, other) in combinations(enumerate(report.experts), 2):
-        cosine = report.cosines[a][b]
-        if cosine is not None and cosine > ALIKE:
+        cosine = report.cosines[a][b] or 0.0
+        if cosine > ALIKE:
             yield (
                 f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): together they "
                 "count double."
             )
-        elif cosine is not None and cosine < OPPOSED:
+        elif cosine < OPPOSED:
             yield f"{one} and {other} pull in opposite directions (cosine {cosine:.2f})."
 
 

@@ -104,7 +104,6 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # The model, and the options of the adapter.
 CASES = {
     "linear": (tiny_llama, _lora(["q_proj", "down_proj"], task_type="CAUSAL_LM")),
-    "rslora": (tiny_llama, _lora(["v_proj"], use_rslora=True)),
     "patterns": (
         tiny_llama,
         _lora(
@@ -118,7 +117,6 @@ CASES = {
     "transposed and linear": (gpt2, _lora(["c_proj", "lm_head"])),
     "table": (tiny_llama, _lora(["embed_tokens", "lm_head", "q_proj"], use_rslora=True)),
     "experts": (mixtral, _lora(["q_proj"], target_parameters=EXPERTS)),
-    "second of the experts": (mixtral, _lora(target_parameters=EXPERTS[1:], r=2)),
     "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),

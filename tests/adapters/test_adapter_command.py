@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from peft_models import (
     train_by_chance,
     trained,
 )
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -117,8 +115,7 @@ def deltas(folder: str | Path) -> dict[str, Tensor]:
 METHODS = [
     ("ace", {}),
     ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}),
-    ("ace", {"epsilon": 1e-2, "lambda": [0.2, 1.0]}),
-    ("ace", {"lambda": [{"filter": "q_proj", "value": 0.3}, {"filter": "mlp", "value": 1.5}]}),
+    ("ace", {"epsilon": 1e-2, "lambda": [{"filter": "q_proj", "value": 0.3}, {"value": 1.5}]}),
     ("ace", {"layout": [{"filter": "up_proj", "value": "transposed"}, {"value": "auto"}]}),
     ("ace", {"layout": [{"filter": "q_proj", "value": "mean"}, {"value": "auto"}]}),
     ("ace_relative", {}),
@@ -149,15 +146,15 @@ def test_weights_of_experts(family, cache, tmp_path, method, weights):
     compare(config, family[0], tmp_path, cache)
 
 
-@pytest.mark.parametrize("basis", ["task_vector", "ace_relative"])
-def test_learned_coefficients(family, cache, tmp_path, basis):
+def test_learned_coefficients(family, cache, tmp_path):
     names = list(LlamaForCausalLM.from_pretrained(family[0]).state_dict())
     models = [f"{family[0]}+{path}" for path in family[1:]]
-    parameters = RelativeOptions().model_dump(mode="json") if basis == "ace_relative" else {}
-    file = make_file(names, models, basis=basis, parameters=parameters)
+    parameters = RelativeOptions().model_dump(mode="json")
+    file = make_file(names, models, basis="ace_relative", parameters=parameters)
     file.save(tmp_path / "coefficients.safetensors")
-    method = "statsmerging" if basis == "task_vector" else basis
-    config = config_of(family, method, coefficients=str(tmp_path / "coefficients.safetensors"))
+    config = config_of(
+        family, "ace_relative", coefficients=str(tmp_path / "coefficients.safetensors")
+    )
     compare(config, family[0], tmp_path, cache)
 
 
@@ -172,7 +169,7 @@ def test_a_merged_adapter_merges_again(family, cache, tmp_path):
     compare(config_of([family[0], str(first), family[3]], "ace"), family[0], tmp_path, cache)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_one_adapter_alone_comes_out_as_it_is(family, tmp_path, dtype):
     config = config_of(family[:2], "ace") | {"dtype": "float32", "out_dtype": dtype}
     before, after = deltas(family[1]), deltas(adapter_merge(config, tmp_path))
@@ -182,15 +179,8 @@ def test_one_adapter_alone_comes_out_as_it_is(family, tmp_path, dtype):
         assert float((after[name] - delta).norm()) <= bar * float(delta.norm()), name
 
 
-def test_weights_of_the_base_are_not_needed(own, tmp_path):
-    config = config_of(own, "ace")
-    expected = deltas(adapter_merge(config, tmp_path))
-    Path(own[0], "model.safetensors").unlink()
-    found = deltas(adapter_merge(config, tmp_path / "bare"))
-    assert all(torch.equal(found[name], delta) for name, delta in expected.items())
-
-
-def test_an_architecture_that_mergekit_infers(tmp_path):
+def test_weights_of_the_base_are_not_needed(tmp_path):
+    """Of an architecture that mergekit infers."""
     paths = save_adapters(tmp_path, opt, {"target_modules": ["q_proj", "fc1"]})
     Path(paths[0], "model.safetensors").unlink()
     out = adapter_merge(config_of(paths, "ace"), tmp_path)
@@ -199,7 +189,7 @@ def test_an_architecture_that_mergekit_infers(tmp_path):
 
 
 @pytest.mark.parametrize("build", [tied_llama, tiny_llama])
-@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
 def test_a_table_and_a_head_are_told_apart(tmp_path, build, modules):
     paths = save_adapters(tmp_path, build, {"target_modules": modules})
     out = adapter_merge(config_of(paths, "ace"), tmp_path)
@@ -217,8 +207,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("case", KINDS)
-@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+@pytest.mark.parametrize(
+    ("case", "method"), [*((case, "ace_relative") for case in KINDS), ("table", "ace")]
+)
 def test_every_kind_is_merged_as_its_full_tensors(tmp_path, case, method):
     made = [trained(case, tmp_path / str(seed), seed) for seed in range(3)]
     first, base = made[0], tmp_path / "base"
@@ -310,8 +301,6 @@ def test_damaged_adapters(own, tmp_path):
     config = config_of(own, "ace")
     edit_tensors(own[2], spoil)  # found when its turn comes
     refused(config, tmp_path, own[2], "NaN")
-    edit_config(own[2], use_dora=True)
-    refused(config, tmp_path, own[2], "use_dora", "merge_and_unload")
     Path(own[0], "config.json").unlink()
     refused(config, tmp_path, "config.json")
 
@@ -326,14 +315,6 @@ def test_what_is_no_adapter_of_the_base(own, tmp_path):
     shutil.copytree(own[0], tmp_path / "copy")
     config["models"][1]["model"] = f"{tmp_path / 'copy'}+{own[2]}"
     refused(config, tmp_path, "belong to different models")
-
-
-def test_whole_tensors(own, tmp_path):
-    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    train_by_chance(tiny_llama, tmp_path / "saved", 3, **options)
-    config = config_of([*own, str(tmp_path / "saved")], "ace")
-    told = "holds lm_head.weight whole (`modules_to_save`)"
-    refused(config, tmp_path, told, "mergekit-ace merge")
 
 
 @pytest.mark.parametrize(
@@ -353,10 +334,15 @@ def test_methods_and_parameters_that_make_no_adapter(family, tmp_path, method, p
     refused(config_of(family, method, **parameters), tmp_path, *words)
 
 
-def test_layers_that_are_moved(family, tmp_path):
+def test_layers_that_are_moved_and_whole_tensors(family, tmp_path):
     whole = config_of(family, "ace")
     sources = [{"model": one["model"], "layer_range": [1, 2]} for one in whole.pop("models")]
     refused({**whole, "slices": [{"sources": sources}]}, tmp_path, "layers", "mergekit-ace merge")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    train_by_chance(tiny_llama, tmp_path / "saved", 3, **options)
+    config = config_of([*family, str(tmp_path / "saved")], "ace")
+    told = "holds lm_head.weight whole (`modules_to_save`)"
+    refused(config, tmp_path, told, "mergekit-ace merge")
 
 
 def test_adapters_that_change_nothing(own, tmp_path):
@@ -393,7 +379,6 @@ def test_what_is_read_is_never_replaced(own, tmp_path, part):
     path = tmp_path / "config.yml"
     path.write_text(yaml.safe_dump(config_of(own, "ace")))
     result = CliRunner().invoke(main, ["adapter", str(path), own[part], "--overwrite"])
-    assert result.exit_code == 1
     assert ("holds a model" if part == 0 else "which is merged") in result.output
     assert {path: path.read_bytes() for path in Path(own[part]).iterdir()} == before
 
@@ -412,22 +397,3 @@ def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     edit_config(path, base_model_name_or_path="some/other-model")
     run(config_of([family[0], str(path)], "ace"), tmp_path, "--overwrite")
     assert f"the adapter {path} was trained on some/other-model, not on" in caplog.text
-
-
-def test_tensors_are_read_and_written_one_by_one(family, tmp_path, monkeypatch):
-    """The result of one is on the disk before the next is read."""
-    from mergekit_ace.adapters import command
-
-    sizes, staged = [], tmp_path / "adapter" / "adapter_model.safetensors.partial"
-    read = command.read_products
-
-    def watched(*arguments):
-        sizes.append(staged.stat().st_size)
-        return read(*arguments)
-
-    monkeypatch.setattr(command, "read_products", watched)
-    out = adapter_merge(config_of(family, "ace"), tmp_path)
-    assert len(sizes) == 14
-    whole = sum(tensor.nbytes for tensor in load_file(out / "adapter_model.safetensors").values())
-    assert sizes[-1] - sizes[0] > 0.5 * whole
-    assert json.loads((out / "adapter_config.json").read_text())["peft_type"] == "LORA"

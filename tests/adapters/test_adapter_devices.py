@@ -23,7 +23,7 @@ from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.cli import main
 
-METHODS = {"ace": {}, "linear": {"weight": 0.5}, "tsv_m": {}}
+METHODS = {"ace": {}, "linear": {"weight": 0.5}}
 
 
 @pytest.fixture
@@ -62,19 +62,19 @@ def test_adapters(gpu, tmp_path, family, command, method):
 @pytest.mark.parametrize("command", ["adapter", "merge"])
 def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
     """There is room for what is on the GPU already, and nothing more."""
-    config, merge_products = config_of(family, "ace"), adapter_merge.merge_products
+    config, merge_changes = config_of(family, "ace"), adapter_merge.merge_changes
     expected = merge(config, tmp_path / "cpu", command)
     with imitated_gpu(monkeypatch) as device:
 
         def beside_others(*arguments: Any, **named: Any) -> tuple[LowRank | None, float]:
             device.memory = device.used
             try:
-                return merge_products(*arguments, **named)
+                return merge_changes(*arguments, **named)
             finally:
                 device.memory = math.inf
 
         for module in (adapter_merge, adapter_command):
-            monkeypatch.setattr(module, "merge_products", beside_others)
+            monkeypatch.setattr(module, "merge_changes", beside_others)
         found = merge(config, tmp_path / "gpu", command, "--device", GPU)
     check(found, expected)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

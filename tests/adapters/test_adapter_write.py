@@ -10,23 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tiny_llama
 from mergekit.common import ModelPath
 from peft_models import (
     CASES,
-    Nested,
     changed,
-    gpt2,
     largest_difference,
     merged_by_peft,
-    mixtral,
-    train_by_chance,
     trained,
 )
 from safetensors.torch import load_file
 
+from mergekit_ace.adapters.command import result_config, write_adapter
 from mergekit_ace.adapters.read import Adapter, Change, read_adapter
-from mergekit_ace.adapters.write import result_config, write_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 
 WRITTEN = [case for case in CASES if not case.startswith("saved")]
@@ -71,55 +66,6 @@ def test_peft_loads_what_was_read(case, tmp_path):
     assert config_of(tmp_path / "once more") == config_of(tmp_path / "out")
 
 
-SUMS = {
-    "modules of their own": (
-        tiny_llama,
-        [
-            {"target_modules": ["q_proj", "v_proj"], "r": 3, "use_rslora": True},
-            {"target_modules": ["down_proj"], "r": 2, "layers_to_transform": [1]},
-        ],
-    ),
-    "endings of names": (
-        Nested,
-        [
-            {"target_modules": ["block.proj", "my_proj"], "r": 3},
-            {"target_modules": "proj|layers.1|layers.11", "r": 4},
-        ],
-    ),
-    "transposed": (gpt2, [{"target_modules": ["c_proj"]}, {"target_modules": ["c_attn"], "r": 3}]),
-    "experts": (
-        mixtral,
-        [
-            {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"], "r": 2},
-            {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"], "r": 2},
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SUMS)
-def test_sums_of_adapters_that_differ_in_modules_and_ranks(case, tmp_path):
-    build, options = SUMS[case]
-    parts: dict[str, list[tuple[Change, LowRank]]] = {}
-    for number, own in enumerate(options):
-        made = train_by_chance(build, tmp_path / str(number), number, lora_alpha=5, **own)
-        adapter = read_adapter(str(made.folder), made.network())
-        for name, change in adapter.changes.items():
-            parts.setdefault(name, []).append((change, change.factors()))
-    merged = []
-    for own in parts.values():
-        change, factors = own[0][0], [each for _, each in own]
-        left = torch.cat([each.left for each in factors], dim=-1)
-        right = torch.cat([each.right for each in factors], dim=-2)
-        merged.append((change, LowRank(left, right, change.shape)))
-    write(adapter, tmp_path / "out", merged)
-    before, after = made.base.state_dict(), merged_by_peft(made.base, tmp_path / "out")
-    deltas = {change.name: total.dense() for change, total in merged}
-    for name, tensor in before.items():
-        expected = deltas[name] if name in deltas else torch.zeros(tensor.shape)
-        assert float((after[name] - tensor - expected).abs().max()) < 2e-6, name
-
-
 def test_the_config(tmp_path):
     """vLLM takes `lora_alpha / r` for all modules."""
     made = trained("linear", tmp_path / "in")
@@ -136,7 +82,7 @@ def test_the_config(tmp_path):
     assert {name.rpartition(".lora_")[2] for name in names} == {"A.weight", "B.weight"}
 
 
-@pytest.mark.parametrize("case", ["linear", "experts", "table", "transposed"])
+@pytest.mark.parametrize("case", ["experts", "table"])
 def test_no_change_is_loaded_as_none(case, tmp_path):
     made = trained(case, tmp_path / "in")
     adapter = read_adapter(str(made.folder), made.network())
@@ -144,15 +90,6 @@ def test_no_change_is_loaded_as_none(case, tmp_path):
     write(adapter, tmp_path / "out", [(first, first.factors()), *((one, None) for one in others)])
     before, after = made.base.state_dict(), merged_by_peft(made.base, tmp_path / "out")
     assert [n for n in before if not torch.equal(before[n], after[n])] == [first.name]
-
-
-def test_bfloat16_is_the_rounding_of_the_factors(adapter, tmp_path):
-    write(adapter, tmp_path / "out", dtype=torch.bfloat16)
-    again = read_adapter(str(tmp_path / "out"), adapter.network)
-    assert again.dtype is torch.bfloat16
-    for name, change in adapter.changes.items():
-        left = change.factors().left.bfloat16().double()
-        assert torch.equal(again.changes[name].factors().left[:, : left.shape[1]], left)
 
 
 def test_a_failure_leaves_an_earlier_result_as_it_was(adapter, tmp_path):
@@ -169,7 +106,7 @@ def test_a_failure_leaves_an_earlier_result_as_it_was(adapter, tmp_path):
     assert {path: path.read_bytes() for path in Path(out).iterdir()} == before
 
 
-@pytest.mark.parametrize("case", ["linear", "experts", "transposed"])
+@pytest.mark.parametrize("case", ["linear", "experts"])
 @torch.no_grad()
 def test_transformers_loads_it_by_itself(case, tmp_path):
     made = trained(case, tmp_path / "in")

@@ -12,8 +12,6 @@ import torch
 from checkpoints import LLAMA, fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import (
-    Gemma2ForCausalLM,
-    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Qwen2ForCausalLM,
@@ -28,7 +26,6 @@ from mergekit_ace.calibration.layers import (
     decoder_steps,
     minimisers,
 )
-from mergekit_ace.naming import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -40,12 +37,9 @@ def family(request) -> list[LlamaForCausalLM]:
     return [base, *(fine_tuned(base, seed, 0.05) for seed in (1, 2)), fine_tuned(base, 3, 0.02)]
 
 
-def draw(model: LlamaForCausalLM, rng: torch.Generator, rows: int = 4) -> tuple[Tensor, Tensor]:
-    """Tokens of which the last ones are padding."""
-    ids = torch.randint(model.config.vocab_size, (rows, 24), generator=rng)
-    used = torch.ones_like(ids, dtype=torch.bool)
-    used[:, 20:] = False
-    return ids, used
+def draw(model: LlamaForCausalLM, rng: torch.Generator, *lengths: int) -> list[Tensor]:
+    """Texts of so many tokens."""
+    return [torch.randint(model.config.vocab_size, (length,), generator=rng) for length in lengths]
 
 
 def calibrated(model, start: dict, teachers: list[SampleTeacher]) -> dict[str, Tensor]:
@@ -108,46 +102,31 @@ def test_inputs_that_are_zero_keep_the_start(rng):
 def test_every_linear_is_the_least_squares(family, rng):
     """What a linear reads in the calibrated model is what it was calibrated on."""
     base, *experts, merge = family
-    batches = [[draw(base, rng), draw(base, rng, 2)], [draw(base, rng)]]
+    texts = [draw(base, rng, 24, 9, 17), draw(base, rng, 20, 12)]
     teachers = [
         SampleTeacher(expert.state_dict(), own, weight)
-        for expert, own, weight in zip(experts, batches, (0.4, 0.6), strict=True)
+        for expert, own, weight in zip(experts, texts, (0.4, 0.6), strict=True)
     ]
     start = {name: tensor.clone() for name, tensor in merge.state_dict().items()}
     found = calibrated(base, start, teachers)
     merge.load_state_dict(found)
-    for name in watch(merge, batches[0][0][0]):
+    for name in watch(merge, texts[0][0][None]):
         key = f"model.layers.{name}.weight"
         rows = []
         for expert, teacher in zip(experts, teachers, strict=True):
             inputs, wanted = [], []
-            for ids, used in teacher.batches:
-                ours, own = watch(merge, ids)[name], watch(expert, ids)[name]
+            for ids in teacher.texts:
+                ours, own = watch(merge, ids[None])[name], watch(expert, ids[None])[name]
                 outputs = own.inputs @ expert.state_dict()[key].mT
                 if name.endswith(WRITERS):
                     bias = start.get(key.replace(".weight", ".bias"), 0.0)
                     outputs = own.outputs + own.stream - ours.stream - bias
-                inputs.append(ours.inputs[used.flatten()])
-                wanted.append(outputs[used.flatten()])
+                inputs.append(ours.inputs)
+                wanted.append(outputs)
             rows.append((torch.cat(inputs), torch.cat(wanted), teacher.weight))
         expected = stacked_least_squares(rows, start[key], RIDGE)
         assert not torch.allclose(found[key], start[key], atol=1e-4), name
         assert torch.allclose(found[key].double(), expected, atol=1e-4), name
-
-
-def test_the_start_as_its_only_teacher_changes_nothing(family, rng):
-    start = family[-1].state_dict()
-    found = calibrated(family[-1], start, [SampleTeacher(start, [draw(family[-1], rng)], 1.0)])
-    for name, tensor in start.items():
-        assert torch.allclose(found[name], tensor, atol=1e-5), name
-
-
-@pytest.mark.parametrize("build", [Gemma2ForCausalLM, GPTNeoXForCausalLM])
-def test_models_of_another_kind_are_refused(build):
-    with torch.device("meta"):
-        model = build(build.config_class())
-    with pytest.raises(ConfigError, match=f"{build.__name__} cannot be calibrated"):
-        Calibration(model, CPU)
 
 
 @torch.no_grad()

@@ -100,8 +100,7 @@ def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
 def test_check_says_what_is_missing(tmp_path):
     config = llama_family(tmp_path / "family", experts=3)
     paths = [config["base_model"], *(e["model"] for e in config["models"])]
-    two = {**config, "models": config["models"][:2]}
-    file = str(measure(two, tmp_path / "stats").path)
+    file = str(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
     merge = ace_config(paths, merge_method="regmean", parameters={"statistics": file})
     place = tmp_path / "merge.yml"
     place.write_text(yaml.safe_dump(merge))
@@ -110,11 +109,6 @@ def test_check_says_what_is_missing(tmp_path):
     assert f"holds nothing of {paths[3]}" in result.output
     place.write_text(yaml.safe_dump({**merge, "models": merge["models"][:2]}))
     assert CliRunner().invoke(main, ["check", str(place)]).exit_code == 0
-    learned = {"covariances": file, "coefficients": file}
-    assert CliRunner().invoke(main, ["check", str(place)]).exit_code == 0
-    merge = ace_config(paths[:3], parameters={"statistics": file, **learned})
-    place.write_text(yaml.safe_dump(merge))
-    assert CliRunner().invoke(main, ["check", str(place)]).exit_code == 1
 
 
 def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
@@ -138,8 +132,6 @@ def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
     assert lines["model.norm.weight"].matrices[0].agreement is None
     page = (folder / "report.html").read_text()
     assert "Estimated and measured covariances, by depth" in page
-    other = CliRunner().invoke(main, ["inspect", str(place), str(folder), "--quiet"])
-    assert "holds another inspection" in other.output
 
 
 def test_a_merge_knows_when_its_statistics_have_changed(tmp_path):

@@ -11,13 +11,12 @@ from checkpoints import fine_tuned, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.calibration.calibrate import comparison_batches
-from mergekit_ace.calibration.scaling import SCALES, ScaledWeights, best_scale, share_gone
-
-CPU = torch.device("cpu")
+from mergekit_ace.calibration.calibrate import comparison_batch
+from mergekit_ace.calibration.layers import SCALES, choose_scale, scaled_weights
 
 
 def draw(vocabulary: int, rng: torch.Generator, rows: int) -> dict[str, Tensor]:
+    """Texts with a prompt, of which the first one is padded."""
     ids = torch.randint(vocabulary, (rows, 12), generator=rng)
     mask = torch.ones_like(ids)
     mask[0, 9:] = 0
@@ -32,84 +31,73 @@ def naive_share(base, merged, experts, batches, scale: float) -> float:
     def log_probabilities(model, ids: Tensor) -> Tensor:
         return model.double()(ids[None]).logits[0].log_softmax(dim=-1)
 
-    between = copy.deepcopy(merged).double()
-    origin = copy.deepcopy(base).double().state_dict()
-    between.load_state_dict({
-        name: origin[name] + scale * (tensor - origin[name])
-        for name, tensor in between.state_dict().items()
-    })  # fmt: skip
+    between, origin = copy.deepcopy(merged).double(), base.double().state_dict()
+    parts = between.state_dict().items()
+    between.load_state_dict({n: origin[n] + scale * (part - origin[n]) for n, part in parts})
     shares = []
-    for expert, own in zip(experts, batches, strict=True):
-        found = {"base": [], "between": []}
-        for batch in own:
-            for ids, mask, wanted in zip(*batch.values(), strict=True):
-                ids, wanted = ids[: int(mask.sum())], wanted[: int(mask.sum())]
-                target = log_probabilities(copy.deepcopy(expert), ids)[:-1][wanted[1:]]
-                for name, model in (("base", copy.deepcopy(base)), ("between", between)):
-                    other = log_probabilities(model, ids)[:-1][wanted[1:]]
-                    found[name] += (target.exp() * (target - other)).sum(dim=1).tolist()
-        shares.append(1 - sum(found["between"]) / sum(found["base"]))
+    for expert, batch in zip(experts, batches, strict=True):
+        found = {"base": 0.0, "between": 0.0}
+        for ids, mask, wanted in zip(*batch.values(), strict=True):
+            ids, wanted = ids[: int(mask.sum())], wanted[: int(mask.sum())]
+            target = log_probabilities(copy.deepcopy(expert), ids)[:-1][wanted[1:]]
+            for name, model in (("base", base), ("between", between)):
+                other = log_probabilities(model, ids)[:-1][wanted[1:]]
+                found[name] += float((target.exp() * (target - other)).sum())
+        shares.append(1 - found["between"] / found["base"])
     return sum(shares) / len(shares)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_shares_are_those_of_whole_models(rng, tied):
+def test_the_best_scale_is_that_of_whole_models(rng, tied):
     base = tiny_llama(tie_word_embeddings=tied)
     experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
     merged = copy.deepcopy(base)
     for name, tensor in merged.state_dict().items():
         tensor += sum(expert.state_dict()[name] - base.state_dict()[name] for expert in experts)
     vocabulary = base.config.vocab_size
-    batches = [[draw(vocabulary, rng, 3), draw(vocabulary, rng, 2)], [draw(vocabulary, rng, 4)]]
-    stored = [dict(model.state_dict()) for model in (base, merged, *experts)]
+    batches = [draw(vocabulary, rng, 3), draw(vocabulary, rng, 4)]
+    stored = [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for model in (base, merged, *experts)
+    ]
     if tied:  # as on disk
         for weights in stored:
             del weights["lm_head.weight"]
-    pairs = list(zip(stored[2:], batches, strict=True))
     config = copy.deepcopy(base.config)
     config.attention_dropout = 0.5  # of training, which this is not
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()
     model.model.rotary_emb = copy.deepcopy(base.model.rotary_emb)
-    more = torch.cat(
-        (stored[2]["model.embed_tokens.weight"], torch.ones(3, base.config.hidden_size))
+    more = torch.ones(3, base.config.hidden_size)  # rows of tokens that the merge has not
+    stored[2]["model.embed_tokens.weight"] = torch.cat(
+        (stored[2]["model.embed_tokens.weight"], more)
     )
-    stored[2]["model.embed_tokens.weight"] = more  # tokens that the merge has not
-    gone = share_gone(model, stored[0], stored[1], pairs, CPU)
-    expected = {
-        scale: naive_share(base, merged, experts, batches, scale) for scale in (0.5, 1.0, 1.4)
-    }
-    for scale, share in expected.items():
-        assert gone(scale) == pytest.approx(share, abs=2e-3)
-    scale, share, before = best_scale(gone)
+    pairs = list(zip(stored[2:], batches, strict=True))
+    scale, share, before = choose_scale(model, stored[0], stored[1], pairs, torch.device("cpu"))
     curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
     assert scale == SCALES[curve.index(max(curve))]
     assert share == pytest.approx(max(curve), abs=2e-3)
-    assert before == pytest.approx(expected[1.0], abs=2e-3)
+    assert before == pytest.approx(curve[SCALES.index(1.0)], abs=2e-3)
 
 
 def test_what_the_base_lacks_stays_as_merged():
     base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
-    between = ScaledWeights({"a": base}, {"a": merged, "b": merged}, 0.25)
+    between = scaled_weights({"a": base}, {"a": merged, "b": merged}, 0.25)
     assert between["a"].dtype == torch.float32
     assert between["a"][:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     assert torch.equal(between["b"], merged)
-    fewer = ScaledWeights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
+    fewer = scaled_weights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
     assert fewer["a"].tolist() == [[0.5] * 3]
 
 
-def test_texts_are_compared_at_some_tokens():
+def test_texts_that_are_compared():
     def sample(length: int, first: int) -> dict[str, Tensor]:
         return {"input_ids": torch.arange(length), "supervised": torch.arange(length) >= first}
 
-    (long,) = comparison_batches([sample(400, 0)] * 64)
+    long = comparison_batch([sample(400, 0)] * 64)
     assert long["input_ids"].shape == (5, 400), "2,048 tokens at most"
-    assert 256 < int(long["supervised"].sum()) <= 512
-    assert not bool(long["supervised"][:, 0].any())
-    assert len(comparison_batches([sample(1500, 0)] * 2)) == 1, "every second one"
-    (answers,) = comparison_batches([sample(9, 6), sample(7, 5), sample(4, 4)])
-    assert answers["supervised"].sum(dim=1).tolist() == [3, 2, 3], "a prompt counts as a whole"
-    assert answers["attention_mask"].sum(dim=1).tolist() == [9, 7, 4]
-    (alone,) = comparison_batches([sample(3000, 0)])
-    assert alone["input_ids"].shape == (1, 3000)
+    prompts = comparison_batch([sample(3000, 0), sample(7, 5), sample(4, 4)])
+    assert prompts["supervised"].sum(dim=1).tolist() == [2, 4], "a prompt counts as a whole"
+    assert prompts["attention_mask"].sum(dim=1).tolist() == [7, 4]
+    assert comparison_batch([sample(3000, 0)])["input_ids"].shape == (1, 3000)

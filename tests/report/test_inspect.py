@@ -13,11 +13,12 @@ import torch
 import yaml
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
-from coefficient_files import make_file
 from measured_files import measured_checkpoints, needs_statistics
+from peft_models import config_of, save_adapters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
 
@@ -146,22 +147,6 @@ def test_filters_and_samples(tmp_path, inspect):
     assert "no tensor contains 'router'" in inspect(config, "--tensors", "router", fails=True)
 
 
-def test_parameters_are_those_of_the_merge(tmp_path, inspect):
-    paths = save_family(tiny_llama(num_hidden_layers=3), tmp_path)
-    config = ace_config(paths)
-    config["parameters"] = {
-        "epsilon": [0.1, 0.3],
-        "epsilon_scale": "absolute",
-        "adaptive_normalization": "never",
-        "layout": [{"filter": "embed", "value": "mean"}, {"value": "auto"}],
-    }
-    config["models"][1]["parameters"] = {"weight": [{"filter": "k_proj", "value": 0}, {"value": 1}]}
-    lines = lines_of(inspect(config))
-    assert lines["model.embed_tokens.weight"]["rule"] == "mean"
-    assert lines["model.layers.1.mlp.up_proj.weight"]["epsilon"] == pytest.approx([0.2, 0.2])
-    assert lines["model.layers.1.self_attn.k_proj.weight"]["rule"] == "single"
-
-
 def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect):
     paths = save_family(tiny_llama(), tmp_path)
     config = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 0.5})
@@ -178,7 +163,8 @@ def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect)
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
 def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_yaml, method):
-    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.05])
+    """And the card of its result cites it."""
+    paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path, scales=[0.02, 0.05])
     name, lines = method.spec.name, tmp_path / "r.jsonl"
     config = ace_config(paths, merge_method=name, parameters={"report": str(lines)})
     if name == "statsmerging":
@@ -186,7 +172,7 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
             model["parameters"] = {"weight": 0.25 + number}
     if needs_statistics(method):
         config["parameters"]["statistics"] = measured_checkpoints(tmp_path / "stats", paths)
-    mergekit_yaml(config)
+    out = mergekit_yaml(config)
     done = {line["tensor"]: line for line in map(json.loads, lines.read_text().splitlines())}
     folder = inspect(config)
     found = lines_of(folder)
@@ -196,24 +182,17 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         assert {key: found[tensor][key] for key in line} == line
     assert found[QUERY]["rule"] == name
     words = f"{sum(line['rule'] == name for line in done.values())} {method.own_rule}"
-    for file in ("report.html", "summary.json"):
-        text = unescape((folder / file).read_text())
-        paper = method.citations[0].splitlines()[0]
-        assert all(part in text for part in (words, method.summary, paper))
-
-
-def test_coefficients_of_statsmerging(tmp_path, inspect):
-    paths = save_family(tiny_llama(), tmp_path)
-    names = list(load_file(Path(paths[0]) / "model.safetensors"))
-    file = make_file(names, paths[1:])
-    file.save(tmp_path / "coefficients.safetensors")
-    path = str(tmp_path / "coefficients.safetensors")
-    config = ace_config(paths, merge_method="statsmerging", parameters={"coefficients": path})
-    folder = inspect(config)
-    for name, line in lines_of(folder).items():
-        expected = file.coefficients[:, names.index(name)].tolist()
-        assert line["coefficients"] == pytest.approx(expected)
-    assert "Merging coefficients" in (folder / "report.html").read_text()
+    assert CliRunner().invoke(main, ["card", str(out), "--report", str(lines)]).exit_code == 0
+    card = (out / "README.md").read_text()
+    assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in card
+    assert "draws no random numbers" in card
+    shown = [(folder / file).read_text() for file in ("report.html", "summary.json")]
+    for text, summary in ((unescape(shown[0]), method.summary), (shown[1], method.summary),
+                          (card, method.summary[1:])):  # fmt: skip
+        assert all(part in text for part in (words, summary))
+    for citation in method.citations:
+        assert citation in card
+        assert citation.splitlines()[0] in unescape(shown[0])
 
 
 WRONG = {  # what is done to the tensors of an expert, and what is said
@@ -255,3 +234,13 @@ def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspe
     linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
     linear["parameters"] = {"weight": 1}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
+
+
+def test_adapters_are_looked_at_in_full_models(tmp_path, inspect):
+    paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"], "lora_alpha": 4})
+    config = config_of(paths, "ace")
+    assert f"{paths[1]} are adapters; add --lora-merge-cache" in inspect(config, fails=True)
+    flags = "--lora-merge-cache", str(tmp_path / "cache"), "--lora-merge-dtype", "float32"
+    line = lines_of(inspect(config, *flags))[QUERY]
+    change = read_adapter(paths[1], tiny_llama().to("meta")).changes[QUERY]
+    assert line["tau"] == pytest.approx([change.factors().energy], rel=1e-4)

@@ -147,16 +147,16 @@ def test_what_is_drawn_are_the_numbers_of_the_report():
     assert list(pictures["similarity"].data[0].z[0]) == pytest.approx([1.0, 0.0])
 
 
-def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml, visit):
+def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.3])
     report, out = tmp_path / "ace.jsonl", tmp_path / "page.html"
     mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
     result = CliRunner().invoke(main, ["report", str(report), str(out)])
     assert result.exit_code == 0, result.output
-    page = visit(out)
-    assert page.locator("#table tbody tr").count() == len(report.read_text().splitlines())
-    assert page.locator("#plot-tau").count() == 1
-    assert page.locator("#plot-similarity").count() == 0  # a merge does not look that closely
+    page = out.read_text()
+    assert page.count("<tr><td>") == len(report.read_text().splitlines())
+    assert 'id="plot-tau"' in page
+    assert 'id="plot-similarity"' not in page  # a merge does not look that closely
 
 
 def test_a_page_that_cannot_be_written(tmp_path):

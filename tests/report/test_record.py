@@ -30,34 +30,27 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["tensor", "models", "method", "shape", "layout", "rule", "weight", "tau", "changed"]
-)
-def test_a_field_that_is_missing(tmp_path, name):
-    lines = layers(3, [1.0, 2.0])
-    del lines[1][name]
-    path = write(tmp_path / "r.jsonl", lines)
-    text = refused(path)
-    assert f"line 2 of {path} is not the line of a report: " in text
-    assert f"{name}: Field required" in text
-    assert "give the file that `report:` of a merge" in text
-
-
-@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
+        *(
+            (name, None, f"{name}: Field required")
+            for name in ("tensor", "models", "method", "shape", "rule", "weight", "tau")
+        ),
         ("gamma", "many", "gamma: Input should be a valid number"),
-        ("tau", {}, "tau: Input should be a valid array"),
         ("tau", [1.0, "two"], "tau.1: Input should be a valid number"),
         ("subspaces", {"inputs": "x"}, "subspaces.size: Field required"),
     ],
 )
-def test_a_field_of_another_kind(tmp_path, name, value, message):
+def test_a_field_that_is_missing_or_of_another_kind(tmp_path, name, value, message):
     lines = layers(3, [1.0, 2.0])
-    lines[2][name] = value
+    lines[1][name] = value
+    if value is None:
+        del lines[1][name]
     path = write(tmp_path / "r.jsonl", lines)
     text = refused(path)
-    assert f"line 3 of {path} is not the line of a report: " in text
+    assert f"line 2 of {path} is not the line of a report: " in text
     assert message in text
+    assert "give the file that `report:` of a merge" in text
 
 
 NO_LINE = "of {path} is not the line of a report: "
@@ -67,10 +60,8 @@ NO_LINE = "of {path} is not the line of a report: "
     ("change", "message"),
     [
         (lambda text: text[:-40], f"line 3 {NO_LINE}Invalid JSON: EOF"),
-        (lambda text: text + "\0\0\0", f"line 4 {NO_LINE}Invalid JSON"),
         (lambda text: text[:200] + text[300:], f"line 1 {NO_LINE}"),
         (lambda text: "7\n", f"line 1 {NO_LINE}Input should be an obj"),
-        (lambda text: "[" * 99_999 + "\n", f"line 1 {NO_LINE}Invalid"),
         (lambda text: "", "{path} has no lines: no tensor was merged"),
     ],
 )
@@ -81,10 +72,10 @@ def test_files_that_are_no_reports(tmp_path, change, message):
     assert "cannot be read" in refused(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("change", ["\ufeff{}", "{}\n\n", "{}"])
-def test_what_editors_add_does_no_harm(tmp_path, change):
+def test_what_editors_add_does_no_harm(tmp_path):
     path = write(tmp_path / "r.jsonl", layers(3, [1.0, 2.0]))
-    path.write_text(change.format(path.read_text().replace("\n", "\r\n")), encoding="utf-8")
+    text = path.read_text().replace("\n", "\r\n")
+    path.write_text(f"\ufeff{text}\n\n", encoding="utf-8")
     assert len(read_records(path)) == 3
 
 
@@ -103,10 +94,6 @@ def test_stacked_matrices_and_fields_of_later_versions(tmp_path):
     report = Report(read_records(path))
     assert list(report.matrices.label) == ["a.weight[0]", "a.weight[1]"]
     assert report.norms == pytest.approx([2, math.sqrt(6)])
-    del matrices[1]["tau"]
-    assert "matrices.1.tau: Field required" in refused(
-        write(path, [{**head, "matrices": matrices}])
-    )
 
 
 def test_the_last_line_of_a_tensor_counts(tmp_path):
@@ -175,11 +162,6 @@ WORDS = {  # lines, what they say, and what they do not say
         ["γ exceeds the threshold in 2 of 3 matrices."],
         ["stays below"],
     ),
-    "variance": (
-        layers(3, [1, 2], statistic="auto"),
-        ["The variance of log τ stays below the threshold in all 3 matrices"],
-        ["exceeds"],
-    ),
     "large": (
         [
             *layers(3, [1.0, 1.0], amplification=20.0),
@@ -195,11 +177,6 @@ WORDS = {  # lines, what they say, and what they do not say
     ),
     "measured": (
         [*layers(3, [1, 1], agreement=[[0.8, 0.1], [0.1, 0.8]]), made_line("a", [1, 1])],
-        ["a cosine of 0.80 with the measured covariances of their own tasks, and 0.10 with"],
-        [],
-    ),
-    "one of them measured": (
-        layers(3, [1, 1], agreement=[[0.8, None], [0.1, None]]),
         ["a cosine of 0.80 with the measured covariances of their own tasks, and 0.10 with"],
         [],
     ),

@@ -196,6 +196,8 @@ QUESTION = {"prompt": "q", "max_new_tokens": 60}
 ANSWERED = {"prompt": "q", "completion": "a"}
 LABELLED = {"text": "t", "label": "l"}
 NOTHING = "no train sample has anything to predict within max_length: "
+NOTHING_CUT = r"\A(?![\s\S]*max_length)"
+TOKENS = 32  # that fill the positions
 LENGTHS = [  # of samples, and what is said of them
     (
         gpt2_family,
@@ -208,14 +210,15 @@ LENGTHS = [  # of samples, and what is said of them
         llama_family,
         lambda n: {"q": f"w{n} w1 w1 w1 w1 w1 w1 w1", "a": " ".join(["w2"] * (1 + n))},
         {**ANSWERED, "max_length": 12},
-        r"\d+ of 16 train samples fill max_length: 12,",
+        r"\d+ of 16 train samples exceed max_length: 12,",
     ),
     (
         t5,
         lambda n: {"q": f"w{n}", "a": LONG if n % 2 else "w1"},
         {**ANSWERED, "max_length": 10},
-        r"\d+ of 16 train samples fill max_length: 10, where longer",
+        r"\d+ of 16 train samples exceed max_length: 10, where they",
     ),
+    (gpt2_family, lambda n: {"t": " ".join([f"w{n}"] * TOKENS)}, {"text": "t"}, NOTHING_CUT),
     # the written answers end where the positions do, and texts without tokens are left out
     (gpt2_family, lambda n: {"q": f"w{n} {'w1 ' * 20}"}, QUESTION, ""),
     (bert_family, lambda n: {"t": f"w{n} w2" if n else "", "l": 0}, LABELLED, ""),
