@@ -79,12 +79,7 @@ class AdapterPlan:
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
-    """Plan a merge of adapters by the config of the base, and by configs and headers of adapters.
-
-    Raises:
-        ConfigError: the config merges something other than whole adapters of one base.
-        FileError: what is wrong with an adapter.
-    """
+    """Plan a merge of adapters by the config of the base, and by configs and headers of adapters."""
     LoaderCache().setup(options)
     base = _common_base(config)
     models = list(dict.fromkeys([base, *config.referenced_models()]))
@@ -147,12 +142,7 @@ def merge_adapters(
     rank: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Merge the adapters of a config into one, of a rank at most.
-
-    Raises:
-        ConfigError: see `plan_adapters`; or the result of the method is no adapter.
-        ValueError, RuntimeError, OSError: an adapter is damaged, or a tensor cannot be merged.
-    """
+    """`mergekit-ace adapter`: merge the adapters of a config into one, of a rank at most."""
     start, quiet = time.perf_counter(), options.quiet
     config, source = read_merge_config(path)
     if errors := shown_errors(check_config(config, source), quiet=quiet):
@@ -292,9 +282,6 @@ def write_adapter(
     """Write an adapter into a folder; an earlier one stays until all tensors are on the disk.
 
     `merged` are factors of every change, of the config's rank at most; None for no change.
-
-    Raises:
-        ValueError: nothing is changed, or a tensor holds NaN, or more than the dtype can.
     """
     known, shapes = possible_changes(network, config)
     tensors: dict[str, Tensor] = {}

@@ -102,11 +102,7 @@ class _Model(LazyWeights):
 def run_calibration(
     config: CalibrateConfig, out: Path, *, overwrite: bool = False, quiet: bool = False
 ) -> None:
-    """Calibrate a merge; the checkpoint in `out` has the files of the merge.
-
-    Raises:
-        ConfigError: something about the config, the models or the data is wrong.
-    """
+    """`mergekit-ace calibrate`: calibrate a merge; the checkpoint in `out` has all of its files."""
     out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
         if not overwrite:

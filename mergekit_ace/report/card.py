@@ -32,13 +32,7 @@ def markdown_text(text: str) -> str:
 
 
 def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) -> None:
-    """`mergekit-ace card`: write the card's section, complete the files, and check the tensors.
-
-    Args:
-        folder: that mergekit wrote.
-        lines: the report of this merge, by itself or by `inspect`; None to leave the card as it is.
-        seed: of `mergekit-yaml --random-seed`, which mergekit does not write down.
-    """
+    """`mergekit-ace card`: write the card's section, complete the files, and check the tensors."""
     card = folder / "README.md"
     if lines is not None and not card.is_file():
         raise ConfigError(f"there is no model card {card}; merge without --no-write-model-card")

@@ -69,14 +69,7 @@ def run_inspection(
     quiet: bool = False,
     covariances: str | None = None,
 ) -> None:
-    """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`.
-
-    Args:
-        config, folder: of the merge, and for the report.
-        tensors, sample: parts of names of tensors that are looked at, and how many at most.
-        overwrite: replace another report in the folder.
-        covariances: path of statistics that the estimates are compared with.
-    """
+    """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`."""
     if (folder / "report.jsonl").exists() and not overwrite:
         raise ConfigError(
             f"{folder} holds another inspection. Choose another folder, or --overwrite to drop it"

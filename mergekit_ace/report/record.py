@@ -39,11 +39,7 @@ Values = list[float | None]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the last record of each tensor in a report, and all of tensors without a name.
-
-    Raises:
-        ConfigError: the file is missing, empty, or no report of one merge.
-    """
+    """Return the last record of each tensor in a report, and all of tensors without a name."""
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
