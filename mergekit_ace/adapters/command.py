@@ -79,7 +79,7 @@ class AdapterPlan:
 
 
 def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions) -> AdapterPlan:
-    """Plan a merge of adapters by the config of the base, and by configs and headers of adapters."""
+    """Plan a merge of adapters by configs, and by headers of their files."""
     LoaderCache().setup(options)
     base = _common_base(config)
     models = list(dict.fromkeys([base, *config.referenced_models()]))

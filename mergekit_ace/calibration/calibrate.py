@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar
 
@@ -181,16 +181,19 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         moved = {n: torch.lerp(start[n].float(), weight, step) for n, weight in layer.items()}
         save_tensors(path, {n: one.to(merge.stored[n].dtype) for n, one in moved.items()})
         solved |= load_file(path)
+    _write_result(merge, ChainMap(solved, start), work / "result")  # type: ignore[arg-type]
+    with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
+        card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
+
+
+def _write_result(merge: _Model, weights: Mapping[str, Tensor], result: Path) -> None:
+    """Write the files of a merge with other weights."""
     # The manifest of `mergekit-ace merge` could not resume this.
     left = {MANIFEST_FILE, *(shard.name for shard in merge.shards)}
-    result = work / "result"
     shutil.copytree(merge.folder, result, ignore=lambda _, names: left & set(names))
-    weights = ChainMap(solved, start)  # type: ignore[arg-type]
     for shard in merge.shards:
         tensors = {name: weights[name].to(one.dtype) for name, one in load_file(shard).items()}
         save_tensors(result / shard.name, tensors, {"format": "pt"})
-    with open(result / "README.md", "a", encoding="utf-8") as card:
-        card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
 
 
 def _check_weights(model: _Model, skeleton: Any) -> None:
