@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar
@@ -152,13 +151,14 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     calibration = Calibration(skeleton, device)
     tokenizer = load_processor([one.folder for one in (merge, *experts)], KIND, config)
     samples = []
-    teachers = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
-    for number, (reader, writer, (_, data)) in enumerate(teachers):
+    sources = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
+    for number, (reader, writer, (_, data)) in enumerate(sources):
         if data is None:
             path = work / "texts" / f"{number}.jsonl"
             data = _write_texts(writer, config, tokenizer, path, quiet)
         samples.append(_read_texts(data, skeleton, tokenizer, [merge, reader]))
-    start, way = merge, ""
+    start: LazyWeights = merge
+    way = ""
     if base is not None:
         compared = zip(experts, map(comparison_batch, samples[:-1]), strict=True)
         scale, share, before = choose_scale(skeleton, base, merge, list(compared), device)
@@ -181,7 +181,8 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         moved = {n: torch.lerp(start[n].float(), weight, step) for n, weight in layer.items()}
         save_tensors(path, {n: one.to(merge.stored[n].dtype) for n, one in moved.items()})
         solved |= load_file(path)
-    _write_result(merge, ChainMap(solved, start), work / "result")  # type: ignore[arg-type]
+    weights = LazyWeights(start, lambda name: solved[name] if name in solved else start[name])
+    _write_result(merge, weights, work / "result")
     with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
         card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
 
