@@ -194,6 +194,19 @@ def largest_difference(one: dict, other: dict) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
+def compare_changes(got: dict, expected: dict, origin: dict, bar: float = 5e-5) -> None:
+    """Compare task vectors, up to the rounding of the weights that they are taken from."""
+    assert got.keys() == expected.keys()
+    changed = 0
+    for name, tensor in expected.items():
+        zero = origin[name].double() if name in origin else torch.zeros(()).double()
+        wanted, found = tensor.double() - zero, got[name].double() - zero
+        rounding = 2**-23 * float(tensor.norm())
+        assert float((found - wanted).norm()) <= bar * float(wanted.norm()) + rounding, name
+        changed += bool(wanted.any())
+    assert changed
+
+
 def edit_config(folder: str | Path, **values) -> None:
     """Change the config of an adapter."""
     path = Path(folder, "adapter_config.json")
