@@ -45,6 +45,7 @@ KEPT = {
     "moved few entries": ("smollm-sparse", "tsv_m", "ace"),
     "LoRA adapters |": ("smollm-lora", "tsv_m", "ace"),
     "at a high rate": ("smollm-lora-fast", "tsv_m", "ace"),
+    "unlike tasks": ("images", "consensus_ta"),
     "heads of their own": ("images", "statsmerging", "consensus_ta"),
 }
 
