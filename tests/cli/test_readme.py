@@ -134,6 +134,7 @@ def test_pages_repeat_the_benchmark():
         assert set(re.findall(r"1B in bfloat16 \w+ .*?(\d+ s)\b", text)) <= {"212 s"}, name
 
 
-def test_the_tests_of_ci_are_those_of_the_readme():
-    (command,) = re.findall(r"pip install -e '\.\[test\]' && (.* pytest [^`\n]*)", README)
+def test_the_tests_of_ci_are_those_of_contributors():
+    page = PAGES[".github/CONTRIBUTING.md"]
+    (command,) = re.findall(r"^    (\S+ python -m pytest -n .*?) +#", page, re.MULTILINE)
     assert command in (PROJECT / ".ci" / "run").read_text("utf-8").splitlines()
