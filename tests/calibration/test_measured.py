@@ -34,7 +34,6 @@ def test_packed_and_back(rng):
 
 
 @covered(
-    strength=3,
     mix=[0.25, 0.5, 1.0],
     shape=SHAPES,
     scales=[None, HETEROGENEOUS],
