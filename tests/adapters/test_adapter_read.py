@@ -154,23 +154,6 @@ def test_a_scale_of_zero_is_warned_of(folder, caplog):
     assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("content", "word"), [(None, "adapter_config.json is missing"), ("", "empty"), ("{", "JSON")]
-)
-def test_a_config_that_is_no_file_of_json(folder, content, word):
-    path = folder / "adapter_config.json"
-    path.unlink() if content is None else path.write_text(content)
-    refuse(folder, word)
-
-
-def test_missing_and_truncated_weights(folder):
-    path = folder / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-    refuse(folder, "adapter_model.safetensors", "damaged")
-    path.unlink()
-    refuse(folder, "no weights")
-
-
 def moved(tensors: dict[str, Tensor]) -> None:
     tensors[f"{Q}.lora_A.default.weight"] = tensors.pop(A)
 
@@ -202,17 +185,6 @@ def test_numbers_that_are_none(made, folder):
     changes["model.layers.1.self_attn.q_proj.weight"].factors()
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"hidden_size": 48}, ["(32, 4)", "(48, 4)"]),
-        ({"num_hidden_layers": 1}, ["layers.1", "no such module"]),
-    ],
-)
-def test_an_adapter_of_another_base(folder, other, words):
-    refuse(folder, *words, network=tiny_llama(**other).to("meta"))
-
-
 def test_saved_modules_of_a_larger_vocabulary(tmp_path):
     trained("saved", tmp_path)
     network = tiny_llama(vocab_size=41).to("meta")
@@ -222,9 +194,3 @@ def test_saved_modules_of_a_larger_vocabulary(tmp_path):
 def test_a_convolution(tmp_path):
     made = train_by_chance(Convolutions, tmp_path, target_modules=["line", "head"], r=2)
     refuse(tmp_path, "line, a Conv1d", "merge_and_unload", network=made.network())
-
-
-@pytest.mark.parametrize("name", ["./none/such", "none_such_adapter"])
-def test_names_that_are_no_adapter(name):
-    with pytest.raises(FileError, match="none"):
-        read_adapter(name, torch.nn.Module())

@@ -23,7 +23,6 @@ from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
-UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def test_another_inspection_in_the_folder(tmp_path, inspect):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     file = Path(paths[1]) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    inspect(config, "--overwrite", fails=True)
+    assert "model.safetensors is damaged" in inspect(config, "--overwrite", fails=True)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -195,33 +194,13 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         assert citation.splitlines()[0] in unescape(shown[0])
 
 
-WRONG = {  # what is done to the tensors of an expert, and what is said
-    "NaN": (lambda t: t[QUERY].fill_(math.nan), [QUERY, "expert0 contains NaN or Inf"]),
-    "codes": (
-        lambda t: t.update({UP: t[UP].to(torch.int8)}),
-        ["expert0 has 1 tensors in I8, which cannot be merged", UP],
-    ),
-    "missing": (
-        lambda t: t.pop("model.norm.weight"),
-        ["expert0 lacks 1 of 21 tensors: model.norm.weight"],
-    ),
-    "damaged": (None, ["expert0/model.safetensors is damaged"]),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_experts_that_cannot_be_inspected(tmp_path, inspect, case):
-    change, words = WRONG[case]
-    paths = save_family(tiny_llama(), tmp_path)
-    file = Path(paths[1]) / "model.safetensors"
+def test_experts_that_cannot_be_inspected(tmp_path, inspect):
+    file = Path(save_family(tiny_llama(), tmp_path)[1]) / "model.safetensors"
     tensors = load_file(file)
-    if change is None:
-        file.write_bytes(file.read_bytes()[:-100])
-    else:
-        change(tensors)
-        save_file(tensors, file, {"format": "pt"})
-    message = inspect(ace_config(paths), fails=True)
-    assert all(word in message for word in words), message
+    tensors[QUERY].fill_(math.nan)
+    save_file(tensors, file, {"format": "pt"})
+    message = inspect(ace_config([str(tmp_path / "base"), str(file.parent)]), fails=True)
+    assert f"{QUERY} of model {file.parent} contains NaN or Inf" in message
     assert not list((tmp_path / "report").iterdir())
 
 
