@@ -163,10 +163,9 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         compared = zip(experts, map(comparison_batch, samples[:-1]), strict=True)
         scale, share, before = choose_scale(skeleton, base, merge, list(compared), device)
         start = scaled_weights(base, merge, scale)
-        way = f"The merge goes {before:.2f} of the way from the base to the experts on their texts"
+        way = f"On its texts, the merge goes {before:.2f} of the way from the base to an expert. "
         if scale != 1:
-            way += f"; its change of the base was first multiplied by {scale:g}: {share:.2f}"
-        way += ". "
+            way += f"Its change of the base was first multiplied by {scale:g}: then {share:.2f}. "
         if not quiet:
             click.echo(way)
     shares = [*[1 / len(experts)] * len(experts), 1.0]

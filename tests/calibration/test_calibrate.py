@@ -113,7 +113,7 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
     scale = float(went.mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
-    assert f"its change of the base was first multiplied by {scale:.2g}: " in card
+    assert f"Its change of the base was first multiplied by {scale:.2g}: then " in card
     refused({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2", "none")
 
 
@@ -123,7 +123,7 @@ def test_a_lambda_of_one_multiplies_nothing(config, tmp_path):
     one = config["models"][:1]
     same = {**config, "merged_model": one[0]["model"], "models": one}
     _, card = calibrated({**same, "base_model": str(tmp_path / "base")}, tmp_path / "out")
-    assert "The merge goes 1.00 of the way from the base to the experts on their texts. " in card
+    assert "the merge goes 1.00 of the way from the base to an expert. " in card
 
 
 def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
