@@ -35,6 +35,7 @@ KINDS = {
     "merge": "merge_method",
     "distill": "teacher",
     "score": "merges",
+    "search": "search",
     "calibrate": "merged_model",
     "statistics": "measure",
     "train": "task",
@@ -299,6 +300,24 @@ def score(config: Path, out: Path, **given: Any) -> None:
     from mergekit_ace.score.score import run_scoring
 
     click.echo(str(run_scoring(read_config(config, ScoreConfig, given), out, **given)))
+
+
+@main.command(example="search search.yml best/")
+@run_options("search")
+def search(config: Path, out: Path, **given: Any) -> None:
+    """Search the λ and the weights of a merge that keep most.
+
+    OUT gets the best merge as a config and as a model, an Optuna study of all trials, and a page.
+    A search that was interrupted goes on when the same command is given again, and several
+    processes with the same OUT share its trials.
+    """
+    from mergekit_ace.score.config import ScoreConfig, SearchConfig
+    from mergekit_ace.score.search import run_search
+
+    settings = read_config(config, SearchConfig, given)
+    trust = {"trust_remote_code": settings.trust_remote_code}
+    scored = read_config(Path(settings.score), ScoreConfig, trust)
+    click.echo(run_search(settings, scored, out, **given))
 
 
 @main.command(example="merge ace.yml out/ --workers 2", flags=None)

@@ -11,7 +11,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope
 
 from mergekit_ace.calibration.calibrate import CalibrateConfig
-from mergekit_ace.score.config import ScoreConfig
+from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.statistics import StatisticsConfig
 
@@ -41,13 +41,15 @@ def _check_values(parameter: Any, setting: Any) -> None:
 
 
 def check_config(source: dict[str, Any]) -> None:
-    """Raise unless this is a whole merge, or a train, stats, distill, score or calibrate.yml."""
+    """Raise unless this is a whole merge, or a train, stats, distill, score, search or calibrate.yml."""
     if "merge_method" in source:
         check_merge_config(source)
     elif "teacher" in source:
         DistillConfig.model_validate(source)
     elif "merges" in source:
         ScoreConfig.model_validate(source)
+    elif "search" in source:
+        SearchConfig.model_validate(source)
     elif "merged_model" in source:
         CalibrateConfig.model_validate(source)
     elif all("data" not in model for model in source["models"]):

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a `score.yml`."""
+"""Settings of a `score.yml` and of a `search.yml`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from mergekit_ace.algebra.task_vectors import Integer, NonNegative, Number
 from mergekit_ace.naming import short_names
-from mergekit_ace.training.config import Count, DataConfig, Strict, Task
+from mergekit_ace.training.config import Count, DataConfig, Positive, Strict, Task
 
 
 class ScoredExpert(Strict):
@@ -52,6 +53,11 @@ class ScoreConfig(Strict):
     trust_remote_code: bool = False
     task: ClassVar[Task] = "causal-lm"
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of all experts, which every model does."""
+        return tuple(task for expert in self.models for task in expert.tasks)
+
     @model_validator(mode="after")
     def _check(self) -> ScoreConfig:
         for data in (*(expert.data for expert in self.models), self.keep):
@@ -64,17 +70,85 @@ class ScoreConfig(Strict):
         for what, given in (
             ("models", [expert.model for expert in self.models]),
             ("merges", self.merges),
+            ("tasks", self.tasks),
         ):
             twice = next((one for one in given if list(given).count(one) > 1), None)
             if twice is not None:
-                raise ValueError(f"`{what}` has {twice} twice")
-        tasks = [task for expert in self.models for task in expert.tasks]
-        if len({*tasks}) < len(tasks):
-            raise ValueError("`tasks` has a task twice; every model does each of them")
+                raise ValueError(f"`{what}` has {twice} twice; every model is scored once on each")
         names = short_names([expert.model for expert in self.models])
         if taken := {"base", "keep"} & {*names}:
             raise ValueError(f"an expert is called {min(taken)}, as other figures are; rename it")
-        stems = [Path(one).stem for one in self.merges if one.endswith((".yml", ".yaml"))]
-        if len({*stems}) < len(stems):
-            raise ValueError("two merge configs have one file name; rename one of them")
+        _check_stems(self.merges)
         return self
+
+
+def _check_stems(paths: tuple[str, ...]) -> None:
+    stems = [Path(one).stem for one in paths if one.endswith((".yml", ".yaml"))]
+    if len({*stems}) < len(stems):
+        raise ValueError("two merge configs have one file name; rename one of them")
+
+
+ONE_OR_MORE = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Range = tuple[Positive, Positive]
+
+
+class SearchSpace(Strict):
+    """What is searched.
+
+    Attributes:
+        scale: `lambda`, the least and the greatest λ, which takes the place of the config's.
+        weight: of factors, one per expert, which multiply what each expert adds.
+        by: `depth` and `kind` give each third of the depth, and each kind of matrix, a λ of its
+            own; `expert` gives each expert a weight.
+    """
+
+    scale: Range = Field(alias="lambda")
+    weight: Range | None = None
+    by: Annotated[tuple[Literal["expert", "depth", "kind"], ...], ONE_OR_MORE] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchSpace:
+        low, high = self.weight or (1, 1)
+        if self.scale[0] > self.scale[1]:
+            raise ValueError(f"`lambda: {list(self.scale)}` starts above its end")
+        if not low <= 1 <= high:
+            raise ValueError(f"`weight: {[low, high]}` lacks 1, the weight in a plain merge")
+        if ("expert" in self.by) != (self.weight is not None):
+            raise ValueError("`weight: [0.3, 3]` and `by: expert` go together; write both")
+        return self
+
+
+class SearchConfig(Strict):
+    """Settings of a `search.yml`.
+
+    Attributes:
+        score: a `score.yml`, whose base, experts, texts and tasks are used, not its merges.
+        merge: one config of mergekit, or several.
+        trials: of the whole study, all processes together.
+        aim: what is to be large: `kept`; or weights of `kept` and of tasks; `frontier` shows what
+            every amount of forgetting buys.
+        budget: nats per token that the merge may forget.
+        sequences: that a trial reads of each expert and of `keep`; the best trials read all.
+    """
+
+    score: str
+    merge: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
+    search: SearchSpace
+    trials: Count = 100
+    aim: Literal["kept", "frontier"] | dict[str, Number] = "kept"
+    budget: NonNegative = 0.05
+    sequences: Count = 32
+    seed: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchConfig:
+        _check_stems(self.merge)
+        if isinstance(self.aim, dict) and not self.aim:
+            raise ValueError("`aim` is empty; write `kept`, or a weight of a task: {gsm8k: 1}")
+        return self
+
+    @property
+    def aims(self) -> dict[str, float]:
+        """Weights of what is to be large."""
+        return self.aim if isinstance(self.aim, dict) else {"kept": 1.0}

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,27 +31,30 @@ ROWS = 1024  # logits whose losses are computed at once
 MORE = 8  # tokens that an answer may be longer than the right one
 
 
-def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
-    """Load a model, with its adapter if it has one, on the GPU where there is one.
+@contextmanager
+def explained_memory(model: object, config: ScoreConfig) -> Iterator[None]:
+    """Raise a `ConfigError` with a remedy where a GPU is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        advice = "" if config.dtype == "bfloat16" else "`dtype: bfloat16`, or "
+        said = f"{model} does not fit on the GPU with what it reads; give {advice}--device cpu"
+        raise ConfigError(said) from error
 
-    Raises:
-        ConfigError: it cannot be loaded, or does not fit.
-    """
+
+def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
+    """Load a model, with its adapter if it has one, on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     bare = ModelReference(model=reference.model)
     folder = local_folder(str(bare), Path(), config.trust_remote_code)
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    try:
-        model: Any = load_model(folder, KIND, config, dtype)
-        model = model.to(device)
-        if reference.lora is not None:
-            from peft import PeftModel
+    model: Any = load_model(folder, KIND, config, dtype)
+    model = model.to(device)
+    if reference.lora is not None:
+        from peft import PeftModel
 
-            adapter, revision = reference.lora.path, reference.lora.revision
-            model = PeftModel.from_pretrained(model, adapter, revision=revision).eval()
-    except torch.OutOfMemoryError as error:
-        advice = "give `dtype: bfloat16`" if config.dtype != "bfloat16" else "give --device cpu"
-        raise ConfigError(f"{reference} does not fit on the GPU; {advice}") from error
+        adapter, revision = reference.lora.path, reference.lora.revision
+        model = PeftModel.from_pretrained(model, adapter, revision=revision).eval()
     return model
 
 
@@ -115,7 +120,7 @@ def _batches(samples: Sequence[Example], tokens: int) -> Iterator[list[int]]:
 def answer_matches(
     model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
 ) -> list[bool]:
-    """Return of every prompt whether the model writes the completion, but for spaces around it."""
+    """Return of every prompt whether the model writes the completion, see `same_answer`."""
     matches = [False] * len(samples)
     for places in _batches(samples, TOKENS[model.device.type]):
         chosen = [samples[place] for place in places]
@@ -125,50 +130,78 @@ def answer_matches(
         written = KIND.complete(model, prompts, limited, tokenizer)
         for place, right, answer in zip(places, chosen, written, strict=True):
             ids = (right["true"], answer["input_ids"][answer["supervised"]])
-            texts = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in ids]
-            matches[place] = texts[0] == texts[1]
+            texts = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
+            matches[place] = same_answer(*texts, ended=len(ids[1]) < longest)
     return matches
 
 
-def task_results(
-    model: PreTrainedModel, tokenizer: Any, tasks: Sequence[str], limit: int | None,
-    folder: str | Path | None,
-) -> dict[str, tuple[str, float, float | None]]:  # fmt: skip
-    """Return name, value and standard error, if known, of each task's first metric, by lm-eval.
+def same_answer(right: str, written: str, *, ended: bool) -> bool:
+    """Tell whether a written answer is the right one, but for spaces around it.
 
-    Raises:
-        ConfigError: lm-eval is not installed, or has no such task.
+    It ends where the model ends it, or its line. Where it does neither, it has to begin as the
+    right one does.
     """
-    try:
+    right, written = right.strip(), written.strip()
+    if "\n" not in right and "\n" in written:
+        written, ended = written.split("\n")[0].strip(), True
+    if ended:
+        return written == right
+    return re.match(rf"{re.escape(right)}(?!\w)", written) is not None
+
+
+class Harness:
+    """lm-evaluation-harness with some tasks, and a folder of one's own tasks."""
+
+    def __init__(self, tasks: Sequence[str], folder: str | None):
+        """Raise a `ConfigError` where it is not installed, or has no such task."""
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ConfigError(
+                "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
+            ) from error
+        own = None if folder is None else os.path.expanduser(folder)
+        self._manager = TaskManager(include_path=own)
+        unknown = [task for task in tasks if not self._manager.match_tasks([task])]
+        if unknown:
+            raise ConfigError(
+                f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists "
+                "them"
+            )
+
+    def numbers(self, task: str) -> list[int]:
+        """Return the numbers of the questions of a task of which more is better."""
+        found: Any = self._manager.load_task_or_group([task]).get(task)
+        if not hasattr(found, "eval_docs"):
+            raise ConfigError(f"{task} is a group of tasks; name one of them")
+        if next(iter(found.higher_is_better().values())) is False:
+            raise ConfigError(f"of {task} less is better, so that it cannot be an `aim`")
+        return [*range(len(list(found.eval_docs)))]
+
+    def measure(
+        self, model: PreTrainedModel, tokenizer: Any, task: str, limit: int | None = None,
+        questions: Sequence[int] | None = None,
+    ) -> tuple[str, float, float | None]:  # fmt: skip
+        """Return name, value and standard error, if known, of a task's first metric.
+
+        It asks the first `limit` questions, or those with the numbers `questions`.
+        """
         import lm_eval
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise ConfigError(
-            "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
-        ) from error
-    manager = TaskManager(include_path=None if folder is None else os.path.expanduser(folder))
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise ConfigError(
-            f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them"
+
+        evaluate: Any = lm_eval.simple_evaluate  # its types are lost in a decorator
+        harness: Any = HFLM
+        results = evaluate(
+            model=harness(pretrained=model, tokenizer=tokenizer, batch_size=8),
+            tasks=[task],
+            limit=limit,
+            samples=None if questions is None else {task: list(questions)},
+            task_manager=self._manager,
+            log_samples=False,
         )
-    evaluate: Any = lm_eval.simple_evaluate  # its types are lost in a decorator
-    harness: Any = HFLM
-    results = evaluate(
-        model=harness(pretrained=model, tokenizer=tokenizer, batch_size=8),
-        tasks=list(tasks),
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        verbosity="ERROR",
-    )["results"]
-    found = {}
-    for task in tasks:
-        values = {key: value for key, value in results[task].items() if "," in key}
+        values = {key: value for key, value in results["results"][task].items() if "," in key}
         metric = next(key for key in values if "_stderr" not in key)
         name, kind = metric.split(",", 1)
         error = values.get(f"{name}_stderr,{kind}")
         known = float(error) if isinstance(error, int | float) else None
-        found[task] = (name, float(values[metric]), known)
-    return found
+        return name, float(values[metric]), known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of all merges as a table, and as a page with bars that opens without a network."""
+"""Scores and searches as tables, and as pages with pictures that open without a network."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import pandas as pd
 import plotly.express as px
+import plotly.graph_objects as go
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import short_names
 from mergekit_ace.score.config import ScoreConfig
 from mergekit_ace.score.figures import Estimate, forgot, kept, mean, share_of_matches
+
+WHITE = "plotly_white"
 
 
 class Scores:
@@ -29,13 +32,11 @@ class Scores:
     """
 
     def __init__(self, config: ScoreConfig, measured: dict[str, Any]):
-        self.experts = short_names([expert.model for expert in config.models])
-        self.own = {
-            name
-            for name, expert in zip(self.experts, config.models, strict=True)
-            if expert.data is None and expert.has_texts
-        } | ({"keep"} if config.keep is None else set())
-        self.models = ["base", *self.experts, *config.merges]
+        names = short_names([expert.model for expert in config.models])
+        experts = zip(names, config.models, strict=True)
+        self.own = {name for name, one in experts if one.data is None and one.has_texts}
+        self.own |= {"keep"} if config.keep is None else set()
+        self.models = ["base", *names, *config.merges]
         self.kept: dict[str, dict[str, Estimate | None]] = {}
         self.mean_kept: dict[str, Estimate] = {}
         self.forgot: dict[str, Estimate] = {}
@@ -45,11 +46,11 @@ class Scores:
         def losses(exam: str, model: str) -> Any:
             return measured[f"{exam} / {model}"]["losses"]
 
-        examined = [n for n in self.experts if f"{n} / base" in measured]
         for merge in config.merges:
             self.kept[merge] = {
                 name: kept(losses(name, "base"), losses(name, name), losses(name, merge))
-                for name in examined
+                for name in names
+                if f"{name} / base" in measured
             }
             known = [one for one in self.kept[merge].values() if one is not None]
             if known:
@@ -77,77 +78,88 @@ class Scores:
         last = "forgot*" if "keep" in self.own else "forgot"
         rows = [["kept", *head, "mean", f"{last} (nats)"]]
         for merge, shares in self.kept.items():
-            cells = ["–" if shares[name] is None else str(shares[name]) for name in columns]
-            whole = str(self.mean_kept[merge]) if merge in self.mean_kept else "–"
-            rows.append([merge, *cells, whole, f"{self.forgot[merge].value:+.3f} ± "
-                         f"{self.forgot[merge].error:.3f}"])  # fmt: skip
-        text = _aligned(rows)
+            cells = [shares[name] or "–" for name in columns]
+            rows.append([merge, *cells, self.mean_kept.get(merge, "–"), self.forgot[merge]])
+        text = aligned(rows)
         if self.own:
             text += "\n* on texts that the model wrote itself"
         idle = {n for shares in self.kept.values() for n, one in shares.items() if one is None}
         for name in sorted(idle):
             text += f"\n– {name} is no better than the base on its texts: there is nothing to keep"
-        for exam, found in self.matches.items():
-            text += "\n\n" + _aligned([
-                [f"exact answers: {exam}", ""],
-                *([model, str(found[model])] for model in self.models if model in found),
-            ])  # fmt: skip
+        tables = {f"exact answers: {exam}": found for exam, found in self.matches.items()}
         for task, results in self.tasks.items():
             metric = next(iter(results.values()))[0]
-            text += "\n\n" + _aligned([
-                [f"{task} ({metric})", ""],
-                *(
-                    [model, str(Estimate(*results[model][1:]))]
-                    for model in self.models
-                    if model in results
-                ),
-            ])  # fmt: skip
+            tables[f"{task} ({metric})"] = {
+                model: Estimate(*result[1:]) for model, result in results.items()
+            }
+        for title, found in tables.items():
+            lines = [[model, found[model]] for model in self.models if model in found]
+            text += "\n\n" + aligned([[title, ""], *lines])
         return text
 
 
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
+def aligned(rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows of cells as a table."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in texts]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def show_scores(scores: Scores, path: Path) -> None:
     """Write the page, `scores.html`."""
-    bars = [
-        {"merge": merge, "expert": expert, "kept": share.value, "error": share.error}
-        for merge, shares in scores.kept.items()
-        for expert, share in (shares | {"mean": scores.mean_kept.get(merge)}).items()
-        if share is not None
+    shares = [
+        (merge, expert, share)
+        for merge, found in scores.kept.items()
+        for expert, share in (found | {"mean": scores.mean_kept.get(merge)}).items()
     ]
-    losses = [
-        {"merge": merge, "forgot": one.value, "error": one.error}
-        for merge, one in scores.forgot.items()
-    ]
+    losses = [(merge, "keep", one) for merge, one in scores.forgot.items()]
     results = [
-        {"task": task, "model": model, "value": value, "error": error}
+        (model, task, Estimate(*result[1:]))
         for task, found in scores.tasks.items()
-        for model, (_, value, error) in found.items()
-    ] + [
-        {"task": f"{exam}, exact answers", "model": model, "value": one.value, "error": one.error}
+        for model, result in found.items()
+    ]
+    results += [
+        (model, f"{exam}, exact answers", one)
         for exam, found in scores.matches.items()
         for model, one in found.items()
     ]
     figures = []
-    for rows, x, y, color, title in (
-        (bars, "expert", "kept", "merge", "Kept: share of the expert's gain (1: all of it)"),
-        (losses, "merge", "forgot", None, "Forgot: rise of the loss in nats per token"),
-        (results, "task", "value", "model", "Tasks and answers"),
-    ):
+    for title, bars in {
+        "Kept: share of the expert's gain (1: all of it)": shares,
+        "Forgot: rise of the loss in nats per token": losses,
+        "Tasks and answers": results,
+    }.items():
+        rows = [[name, of, *one] for name, of, one in bars if one is not None]
         if rows:
-            frame = pd.DataFrame(rows)
+            frame = pd.DataFrame(rows, columns=["model", "of", "value", "error"])
             figure = px.bar(
-                frame, x=x, y=y, color=color, error_y="error", barmode="group", title=title,
-                template="plotly_white",
+                frame, x="of", y="value", color="model", error_y="error", barmode="group",
+                title=title, template=WHITE,
             )  # fmt: skip
-            figure.update_traces(texttemplate="%{y:.2f}")
-            figures.append(figure.to_html(full_html=False, include_plotlyjs=not figures))
-    body = f"<h1>Scores</h1><pre>{html.escape(str(scores))}</pre>" + "".join(figures)
-    write_text(path, f'<!doctype html><meta charset="utf-8"><title>Scores</title>{body}\n')
+            figures.append(figure.update_traces(texttemplate="%{y:.2f}"))
+    _write_page(path, "Scores", str(scores), figures)
+
+
+def show_search(points: Sequence[dict[str, Any]], budget: float, text: str, path: Path) -> None:
+    """Write `search.html`: the table, and all trials by what they keep and forget."""
+    frame = pd.DataFrame(points)
+    labels = {"aim": "aim, on few texts", "forgot": "forgot, on few texts (nats per token)"}
+    figure = px.scatter(
+        frame, x="forgot", y="aim", color="merge", hover_name="trial", labels=labels,
+        title="Trials", template=WHITE,
+    )  # fmt: skip
+    line = frame[frame.frontier].sort_values("forgot")
+    if len(line):
+        figure.add_scatter(x=line.forgot, y=line.aim, mode="lines", name="frontier")
+    figure.add_vline(x=budget, line_dash="dot", annotation_text="budget")
+    _write_page(path, "Search", text, [figure])
+
+
+def _write_page(path: Path, title: str, text: str, figures: Sequence[go.Figure]) -> None:
+    plots = [
+        figure.to_html(full_html=False, include_plotlyjs=number == 0)
+        for number, figure in enumerate(figures)
+    ]
+    body = f"<h1>{title}</h1><pre>{html.escape(text)}</pre>" + "".join(plots)
+    write_text(path, f'<!doctype html><meta charset="utf-8"><title>{title}</title>{body}\n')

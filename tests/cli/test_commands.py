@@ -25,6 +25,7 @@ CONFIGS = {
     "distill": "task: causal-lm\nteacher: a\nstudent: b\n",
     "calibrate": "merged_model: a\nmodels: []\n",
     "score": "merges: [a]\nmodels: []\n",
+    "search": "merge: ace.yml\nsearch: {}\n",
 }
 TAKEN = {
     "check": {"merge"},
@@ -36,6 +37,7 @@ TAKEN = {
     "distill": {"distill"},
     "calibrate": {"calibrate"},
     "score": {"score"},
+    "search": {"search"},
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,37 +20,6 @@ from transformers import AutoModelForCausalLM
 from mergekit_ace.cli import main
 from mergekit_ace.score import measure
 from mergekit_ace.score.figures import forgot, kept
-from mergekit_ace.training.tasks import write_own_texts
-
-
-@pytest.fixture
-def config(tmp_path) -> dict:
-    """A base, two experts with texts of their own language, and the merge of both by halves."""
-    base = tiny_llama()
-    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
-    merge = tiny_llama()
-    states = [expert.state_dict() for expert in experts]
-    merge.load_state_dict({name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
-    for name, model in zip(
-        ("base", "law", "medicine", "out"), (base, *experts, merge), strict=True
-    ):
-        model.save_pretrained(tmp_path / name)
-        tokenizer().save_pretrained(tmp_path / name)
-    write_own_texts(experts[0].eval(), tokenizer(), 16, tmp_path / "law.jsonl", quiet=True)
-    write_own_texts(base.eval(), tokenizer(), 16, tmp_path / "keep.jsonl", quiet=True)
-    return {
-        "base_model": str(tmp_path / "base"),
-        "models": [
-            {"model": str(tmp_path / "law"), "data": text(tmp_path / "law.jsonl")},
-            {"model": str(tmp_path / "medicine")},
-        ],
-        "merges": [str(tmp_path / "out")],
-        "keep": text(tmp_path / "keep.jsonl"),
-    }
-
-
-def text(path: Path) -> dict:
-    return {"path": str(path), "text": "text", "max_length": 64}
 
 
 def score(config: dict, out: Path, *flags: str) -> Result:
@@ -62,18 +32,7 @@ def content(out: Path) -> dict:
     return json.loads((out / "scores.json").read_text())
 
 
-def losses_by_hand(folder: str, data: dict) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(folder).double()
-    losses = []
-    for line in Path(data["path"]).read_text().splitlines():
-        ids = torch.tensor([tokenizer()(json.loads(line)["text"])["input_ids"][:64]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].log_softmax(-1)
-        losses.append(-float(logits.gather(1, ids[0, 1:, None]).sum()))
-    return np.array(losses)
-
-
-def test_kept_and_forgot_are_those_of_the_losses(config, tmp_path):
+def test_kept_and_forgot_are_those_of_the_losses(config, losses_by_hand, tmp_path):
     found = score(config, tmp_path / "scores")
     assert found.exit_code == 0, found.output
     law, keep, merge = config["models"][0], config["keep"], config["merges"][0]
@@ -136,7 +95,7 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
     assert content(tmp_path / "scores")["kept"] != whole["kept"]
 
 
-def test_adapters_and_configs_are_models_like_others(config, tmp_path):
+def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp_path):
     adapted = train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
     adapted.base.save_pretrained(config["base_model"])
     merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
@@ -158,18 +117,16 @@ def test_adapters_and_configs_are_models_like_others(config, tmp_path):
     assert sorted(loss) != pytest.approx(sorted(before), rel=1e-4)
 
 
-def test_a_merge_whose_config_has_changed_is_made_anew_on_demand(config, tmp_path):
+def test_a_merge_whose_config_has_changed_is_made_anew(config, tmp_path):
     merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
     path, out = tmp_path / "ace.yml", tmp_path / "scores"
-    path.write_text(yaml.safe_dump(merge))
-    assert score(config | {"merges": [str(path)]}, out).exit_code == 0
-    before = content(out)["forgot"]
-    path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": 0.5}}))
-    refused = score(config | {"merges": [str(path)]}, out)
-    assert refused.exit_code == 1
-    assert "--overwrite" in refused.output
-    assert score(config | {"merges": [str(path)]}, out, "--overwrite").exit_code == 0
-    assert content(out)["forgot"] != before
+    config["merges"], found = [str(path)], []
+    for scale in (1.0, 0.5):
+        path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
+        assert score(config, out).exit_code == 0
+        found.append(content(out)["forgot"][str(path)])
+        assert len([*(out / "merges").iterdir()]) == 1, "the older one is gone"
+    assert found[0] != found[1]
 
 
 def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
@@ -182,7 +139,7 @@ def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
 
 
 def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path):
-    """What the expert answers itself, it answers exactly; only the answer counts in its loss."""
+    """What the expert writes first counts, though it never writes an end."""
     expert = AutoModelForCausalLM.from_pretrained(config["models"][0]["model"])
     words, rows = tokenizer(), []
     for number in range(6):
@@ -196,28 +153,23 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     scores = content(tmp_path / "scores")
     tokens = {count for _, count in scores["measured"]["law / base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
+    assert scores["exact_match"]["law"]["law"][0] == 1
     assert set(scores["exact_match"]["law"]) == {"law", "base", config["merges"][0]}
 
 
-@pytest.fixture
-def tasks(tmp_path) -> Path:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [{"q": f"w{n}", "choices": ["w1", "w2"], "gold": n % 2} for n in range(8)]
-    write_rows(folder / "rows.jsonl", rows)
-    task = {
-        "task": "local_words",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (folder / "local_words.yaml").write_text(yaml.safe_dump(task))
-    return folder
+@pytest.mark.parametrize(
+    ("written", "ended", "same"),
+    [
+        (" 12 ", True, True),
+        ("12 apples", True, False),
+        ("12 apples", False, True),
+        ("123", False, False),
+        ("12\nQuestion: 5", False, True),
+        ("12 or 13\nQuestion: 5", False, False),
+    ],
+)
+def test_an_answer_ends_where_the_model_or_its_line_does(written, ended, same):
+    assert measure.same_answer("12", written, ended=ended) == same
 
 
 def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
@@ -240,11 +192,22 @@ def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
 
 
 def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
     found = score(config, tmp_path / "scores")
     assert found.exit_code == 1
     assert "pip install 'mergekit-ace[score]'" in found.output
+
+
+def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("mergekit_ace.score.score.sequence_losses", full)
+    found = score(config, tmp_path / "scores")
+    assert found.exit_code == 1
+    assert f"{config['models'][0]['model']} does not fit on the GPU" in found.output
+    assert "give `dtype: bfloat16`, or --device cpu" in found.output
 
 
 @pytest.mark.parametrize(
@@ -255,7 +218,7 @@ def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
         ({"merges": ["a", "a"]}, "`merges` has a twice"),
         (
             {"models": [{"model": "a", "tasks": ["t"]}, {"model": "b", "tasks": ["t"]}]},
-            "`tasks` has a task twice",
+            "`tasks` has t twice",
         ),
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
         ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),

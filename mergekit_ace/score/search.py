@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mergekit-ace search`: an Optuna study of λ and weights, each trial a merge in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from mergekit.common import ModelReference
+from mergekit.options import MergeOptions
+from tqdm import tqdm
+
+from mergekit_ace.files.saving import differences, file_states, write_text
+from mergekit_ace.merging.run import run_shards
+from mergekit_ace.naming import ConfigError
+from mergekit_ace.score.config import ScoreConfig, SearchConfig
+from mergekit_ace.score.figures import Estimate, Losses, forgot, kept, mean
+from mergekit_ace.score.measure import explained_memory, load_scored, sequence_losses
+from mergekit_ace.score.results import aligned, show_search
+from mergekit_ace.score.score import Scoring
+from mergekit_ace.score.space import SearchedMerge
+from mergekit_ace.training.merged import map_weights
+from mergekit_ace.training.models import local_folder
+from mergekit_ace.training.tasks import Example
+
+STUDY, LOCK = "study.db", "search.lock"
+FEWEST = 8  # texts, half of which are for the test
+FINALISTS, PLAIN_FINALISTS = 5, 2  # trials that read all validation texts; those of one λ alone
+
+
+def run_search(
+    config: SearchConfig, score: ScoreConfig, out: Path, *, overwrite: bool = False,
+    quiet: bool = False,
+) -> str:  # fmt: skip
+    """Search merges; `out` gets the study, which any number of processes share, and the best.
+
+    Raises:
+        ConfigError: something about the configs, the models or the data is wrong.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        said = "`search` needs Optuna: pip install 'mergekit-ace[search]'"
+        raise ConfigError(said) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    out.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings(), explained_memory(score.base_model, score):
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with FileLock(out / LOCK):
+            search = _Search(config, score, out, quiet)
+            search.claim(overwrite)
+            search.prepare()
+        search.run_trials()
+        with FileLock(out / LOCK):
+            return search.finish()
+
+
+@dataclass
+class _Texts:
+    """Texts of an expert or of `keep`, the losses of base and expert, and places by part."""
+
+    name: str
+    samples: list[Example]
+    base: Losses
+    expert: Losses
+    places: dict[str, list[int]]
+
+    def chosen(self, what: Sequence[Any], part: str) -> list[Any]:
+        return [what[place] for place in self.places[part]]
+
+
+class _Search:
+    def __init__(self, config: SearchConfig, score: ScoreConfig, out: Path, quiet: bool):
+        self.config, self.score, self.out, self.quiet = config, score, out, quiet
+        merges = (SearchedMerge(Path(p), config.search, score.base_model) for p in config.merge)
+        self.merges = {merge.name: merge for merge in merges}
+        plain = [name for name, merge in self.merges.items() if not merge.experts]
+        if config.search.weight is not None and plain:
+            said = "weights can be searched of ace, ace_relative and task_arithmetic, not of "
+            said += ", ".join(plain)
+            if len(plain) == len(self.merges):
+                raise ConfigError(f"{said}; leave out `weight`")
+            print(f"{said}, of which only λ is")
+        if unknown := sorted(config.aims.keys() - {"kept", *score.tasks}):
+            said = f"`aim` has {unknown[0]}, which is neither `kept` nor a task of {config.score}"
+            raise ConfigError(said)
+
+    def claim(self, overwrite: bool) -> None:
+        """Open the study, and find that it is one of the same settings and files."""
+        import optuna
+
+        found = [path for path in self.out.iterdir() if path.name != LOCK]
+        if found and not (self.out / STUDY).exists():
+            raise ConfigError(f"{self.out} holds other things than a search; give another folder")
+        for path in found if overwrite else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        directions = ["maximize", "minimize"] if self.config.aim == "frontier" else ["maximize"]
+        self.study: Any = optuna.create_study(
+            storage=f"sqlite:///{self.out.resolve() / STUDY}", study_name="search",
+            directions=directions, load_if_exists=True,
+        )  # fmt: skip
+        experts = self.score.models
+        data = [one.path for one in (*(e.data for e in experts), self.score.keep) if one]
+        models = [self.score.base_model, *(expert.model for expert in experts)]
+        identity = {
+            "search": self.config.model_dump(mode="json", exclude={"trials", "score"}),
+            "score": self.score.model_dump(mode="json", exclude={"merges"}),
+            "files": file_states([*self.config.merge, *"+".join(models).split("+"), *data]),
+        }
+        known = self.study.user_attrs.get("identity", identity)
+        if changed := differences(known, identity):
+            raise ConfigError(
+                f"{self.out} holds another study; changed since then: {', '.join(changed)}. "
+                "Choose another folder, or --overwrite to drop it"
+            )
+        self.study.set_user_attr("identity", identity)
+
+    def prepare(self) -> None:
+        """Score base and experts, make the merges at λ = 1, and load what trials need."""
+        self.scoring = Scoring(self.score, self.out / "scores", quiet=self.quiet)
+        self.scoring.measure(())
+        for merge in self.merges.values():
+            merge.make(self.out / "merges", quiet=self.quiet)
+        base = ModelReference.model_validate(self.score.base_model)
+        folder = local_folder(self.score.base_model, self.out, self.score.trust_remote_code)
+        self.module = load_scored(base, self.score)
+        names = [name for name, _ in self.module.named_parameters()]
+        weights = map_weights(self.module, names, folder, self.out / "base.safetensors")
+        for merge in self.merges.values():
+            merge.load(self.module, weights, self.score)
+            for values in merge.starts():
+                start = {"merge": merge.name, **values}
+                self.study.enqueue_trial(start, {"plain": True}, skip_if_exists=True)
+        self.texts = [*self._read_texts()]
+        if "kept" in self.config.aims and len(self.texts) == 1:
+            raise ConfigError(
+                "no expert is better than the base on its validation texts: there is nothing to "
+                "keep; give other texts, or more"
+            )
+        self.questions = {}
+        for expert in self.score.models:
+            for task in {*expert.tasks} & self.config.aims.keys():
+                assert self.scoring.harness is not None
+                self.questions[task] = self.scoring.harness.numbers(task)[: expert.limit]
+
+    def _read_texts(self) -> Iterator[_Texts]:
+        """Yield the texts of the experts that are better than the base, and last those to keep."""
+        measured = self.scoring.measured
+        for exam in self.scoring.exams:
+            samples = self.scoring.samples(exam, self.module)
+            if len(samples) < FEWEST:
+                raise ConfigError(
+                    f"{exam.name} has {len(samples)} texts; a search needs at least {FEWEST}, half "
+                    "of which are for the test"
+                )
+            base = measured[f"{exam.name} / base"]["losses"]
+            expert = measured.get(f"{exam.name} / {exam.name}", {"losses": base})["losses"]
+            validation, test = (range(start, len(samples), 2) for start in (0, 1))
+            few = validation[: self.config.sequences]
+            places = {"few": [*few], "validation": [*validation], "test": [*test]}
+            texts = _Texts(exam.name, samples, base, expert, places)
+            losses = [texts.chosen(one, "validation") for one in (base, expert)]
+            if exam.name == "keep" or kept(*losses, losses[1]) is not None:
+                yield texts
+
+    def measure(self, part: str) -> dict[str, Any]:
+        """Measure the model in memory on a part of the texts: its aim, and what it forgets."""
+        found, shares = {}, []
+        for texts in self.texts:
+            samples, base = (texts.chosen(one, part) for one in (texts.samples, texts.base))
+            losses = sequence_losses(self.module, samples, title=texts.name, quiet=True)
+            if texts.name == "keep":
+                found["forgot"] = forgot(base, losses)
+            else:
+                shares.append(kept(base, texts.chosen(texts.expert, part), losses, always=True))
+        if shares:
+            found["kept"] = mean(shares)
+        for task, numbers in self.questions.items():
+            assert self.scoring.harness is not None
+            chosen = numbers[int(part == "test") :: 2]
+            _, value, error = self.scoring.harness.measure(
+                self.module, self.scoring.tokenizer, task, questions=chosen
+            )
+            found[task] = Estimate(value, error)
+        total = sum(weight * found[name].value for name, weight in self.config.aims.items())
+        return {**found, "aim": total / sum(self.config.aims.values())}
+
+    def run_trials(self) -> None:
+        """Run trials until all processes together have run as many as wanted."""
+        self.worker = uuid.uuid4().hex  # its lock tells other processes that this one lives
+        (self.out / "locks").mkdir(exist_ok=True)
+        bar = tqdm(desc="trials", total=self.config.trials, unit="trial", disable=self.quiet)
+        with FileLock(self._lock_of(self.worker)), bar:
+            while True:
+                with FileLock(self.out / LOCK):
+                    trial, others = self._ask()
+                if trial is not None:
+                    self._run(trial)
+                elif others:
+                    time.sleep(0.2)
+                else:
+                    return
+                bar.update(len(self._trials("COMPLETE", "PRUNED")) - bar.n)
+
+    def _lock_of(self, worker: str) -> Path:
+        return self.out / "locks" / f"{worker}.lock"
+
+    def _trials(self, *states: str) -> list[Any]:
+        return [one for one in self.study.get_trials(deepcopy=False) if one.state.name in states]
+
+    def _ask(self) -> tuple[Any, bool]:
+        """Return a new trial if one is wanted, with its parameters, and whether others run."""
+        import optuna
+
+        for one in self._trials("RUNNING"):
+            try:
+                with FileLock(self._lock_of(one.user_attrs.get("worker", "")), timeout=0):
+                    self.study.tell(one.number, state=optuna.trial.TrialState.FAIL)
+            except Timeout:
+                continue
+            again = one.system_attrs.get("fixed_params", {}) | one.params
+            plain = {"plain": True} if "plain" in one.user_attrs else None
+            self.study.enqueue_trial(again, plain)  # its process was killed
+        others = bool(self._trials("RUNNING"))
+        begun = len(self._trials("COMPLETE", "PRUNED", "RUNNING"))
+        if begun >= self.config.trials:
+            return None, others
+        # A seed of each trial's own: a study that was stopped goes on alike.
+        self.study.sampler = optuna.samplers.TPESampler(
+            seed=self.config.seed + begun, multivariate=True, group=True, constant_liar=True
+        )
+        trial = self.study.ask()
+        trial.set_user_attr("worker", self.worker)
+        merge = self.merges[trial.suggest_categorical("merge", [*self.merges])]
+        for name, (low, high) in merge.ranges.items():
+            trial.suggest_float(name, low, high, log=".weight." in name)
+        return trial, others
+
+    def _run(self, trial: Any) -> None:
+        import optuna
+
+        try:
+            self._set(trial.params)
+            found = self.measure("few")
+        except ConfigError:  # NaN or Inf
+            self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return
+        trial.set_user_attr("found", found)
+        if self.config.aim == "frontier":
+            self.study.tell(trial, [found["aim"], found["forgot"].value])
+        else:
+            trial.set_constraint("forgot", found["forgot"].value - self.config.budget)
+            self.study.tell(trial, found["aim"])
+
+    def _set(self, parameters: Mapping[str, Any]) -> None:
+        self.merges[parameters["merge"]].set(_rounded(parameters))
+
+    def finish(self) -> str:
+        """Let the best trials read all validation texts, and test and write the best of them."""
+        trials = self._trials("COMPLETE")
+        if not trials:
+            raise ConfigError("every merge answers NaN or Inf; lower the range of `lambda`")
+        ranked = sorted(trials, key=lambda one: self._rank(one.user_attrs["found"]), reverse=True)
+        plain = [one for one in ranked if "plain" in one.user_attrs][:PLAIN_FINALISTS]
+        results = {}
+        for name, among in (("best found", [*ranked[:FINALISTS], *plain]), ("best λ alone", plain)):
+            if not among:
+                continue
+            best = max(among, key=lambda one: self._rank(self._measured(one, "validation")))
+            results[name] = {
+                "trial": best.number,
+                "merge": best.params["merge"],
+                "parameters": _rounded(best.params),
+                **{part: self._measured(best, part) for part in ("validation", "test")},
+            }
+        self._write_model(results["best found"])
+        return self._write_results(results, trials)
+
+    def _rank(self, found: Mapping[str, Any]) -> tuple[bool, float]:
+        """Return what is larger for a better merge: within the budget the aim, else forgetting."""
+        lost = found["forgot"][0]
+        within = lost <= self.config.budget
+        return within, found["aim"] if within else -lost
+
+    def _measured(self, trial: Any, part: str) -> dict[str, Any]:
+        """Return what a trial's merge has on a part of the texts, measured once per study."""
+        key = f"trial {trial.number}, {part}"
+        if key not in self.study.user_attrs:
+            self._set(trial.params)
+            self.study.set_user_attr(key, self.measure(part))
+        return self.study.user_attrs[key]
+
+    def _write_model(self, best: Mapping[str, Any]) -> None:
+        """Write `merge.yml`, merge by it, and score the model, which is to forget as its trial."""
+        path, model = self.out / "merge.yml", self.out / "model"
+        values = ", ".join(f"{name} {value:g}" for name, value in best["parameters"].items())
+        comment = f"Trial {best['trial']} of a search: {values}"
+        if not path.exists() or not path.read_text("utf-8").startswith(f"# {comment}\n"):
+            shutil.rmtree(model, ignore_errors=True)
+            self.merges[best["merge"]].write(best["parameters"], self.out, comment)
+        del self.module
+        self.merges.clear()  # which hold it, too
+        options = MergeOptions(cuda=torch.cuda.is_available(), quiet=self.quiet)
+        options.apply_global_options()
+        run_shards(path, str(model), options)
+        self.scoring.config = self.score.model_copy(update={"merges": (str(model),)})
+        self.scoring.measure((str(model),))
+        self.scoring.write_results()
+        keep, part = self.texts[-1], "validation"
+        losses = self.scoring.measured[f"keep / {model}"]["losses"]
+        lost = forgot(keep.chosen(keep.base, part), keep.chosen(losses, part)).value
+        if abs(lost - best[part]["forgot"][0]) > 0.02:
+            raise ConfigError(
+                f"{model} forgets {lost:+.3f} nats, and in memory it forgot "
+                f"{best[part]['forgot'][0]:+.3f}; please report this"
+            )
+
+    def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
+        """Write `search.json` and `search.html`, and return the table."""
+        figures = [*self.config.aims, "forgot"]
+        rows = [["", "merge", "texts", *figures]]
+        for name, found in results.items():
+            for part in ("validation", "test"):
+                cells = [str(Estimate(*found[part][one])) for one in figures]
+                rows.append([name, found["merge"], part, *cells])
+        best, frontier = results["best found"], self.config.aim == "frontier"
+        values = [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
+        text = f"{aligned(rows)}\n\ntrial {best['trial']} of {len(trials)}:\n" + "\n".join(values)
+        text += "\n\nThe test texts took no part in the search: believe their figures."
+        if best["validation"]["forgot"][0] > self.config.budget:
+            text += f"\nNo merge forgets as little as {self.config.budget:g} nats (`budget`)."
+        front = {one.number for one in self.study.best_trials} if frontier else set()
+        points = [
+            {
+                "trial": one.number,
+                "merge": one.params["merge"],
+                "aim": one.user_attrs["found"]["aim"],
+                "forgot": one.user_attrs["found"]["forgot"][0],
+                "frontier": one.number in front,
+            }
+            for one in trials
+        ]
+        content = {**results, "budget": self.config.budget, "trials": points}
+        write_text(self.out / "search.json", json.dumps(content, indent=1) + "\n")
+        show_search(points, self.config.budget, text, self.out / "search.html")
+        return text
+
+
+def _rounded(parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Return λ and weights with as many digits as anybody reads."""
+    return {name: round(value, 4) for name, value in parameters.items() if name != "merge"}

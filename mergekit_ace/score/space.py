@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges that are linear in what is searched: as sums of a few models in memory, and as configs.
+
+With λ and weights w_k a merge is W0 + λ (X + Σ_k (w_k − 1) X_k), where X is what the method adds at
+λ = 1, and X_k what expert k adds to that. X and all X_k are merged once, each as a model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from mergekit import merge_methods
+
+from mergekit_ace.algebra.learner import LearnerConfig
+from mergekit_ace.files.checkpoints import read_headers
+from mergekit_ace.files.saving import write_text
+from mergekit_ace.files.statistics import Expert, MergedTensor
+from mergekit_ace.methods.coefficients import CoefficientFile, Contents
+from mergekit_ace.naming import ConfigError, relative_depths, short_names
+from mergekit_ace.planning import read_merge_config
+from mergekit_ace.score.config import ScoreConfig, SearchSpace
+from mergekit_ace.score.measure import KIND
+from mergekit_ace.score.score import merge_once
+from mergekit_ace.training.merged import MergedModel, Weights, map_weights
+from mergekit_ace.training.models import load_model
+
+COMPONENTS = ("ace", "ace_relative")  # methods whose experts have coefficients
+STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
+THIRDS = ("first", "middle", "last")
+# What names of tensors hold, by their kind.
+KINDS = {
+    "attention": ("attn", "attention."),
+    "mlp": ("mlp", "feed_forward"),
+    "embedding": ("embed", "wte", "wpe", "lm_head"),
+}
+
+
+class SearchedMerge:
+    """A merge config, with what is searched of it.
+
+    Attributes:
+        experts: those whose weights are searched; none where only λ is.
+        ranges: of the parameters that are searched, by name; known once `load` was called.
+    """
+
+    def __init__(self, path: Path, space: SearchSpace, base_model: str):
+        """Read a config; a `ConfigError` says why it cannot be searched."""
+        config, source = read_merge_config(path)
+        self.name, self.method, self._space = path.stem, config.merge_method, space
+        self._content = yaml.safe_load(source)
+        kind = merge_methods.get(self.method)
+        scaled = any(parameter.name == "lambda" for parameter in kind.spec.parameters)
+        parameters = {**(config.parameters or {})}
+        mistake = ""
+        if not scaled or not getattr(kind, "scales_all", True):
+            mistake = f"{self.method} has no λ that scales all that is merged; use another method"
+        elif config.models is None or config.base_model is None:
+            mistake = "a search needs `base_model:` and a list of `models:`"
+        elif os.path.realpath(str(config.base_model)) != os.path.realpath(base_model):
+            mistake = f"its base model is {config.base_model}, and that of the score {base_model}"
+        self.experts: list[str] = []
+        if space.weight is not None and self.method in (*COMPONENTS, "task_arithmetic"):
+            models = {n: one for n, one in enumerate(config.models or ())
+                      if one.model != config.base_model}  # fmt: skip
+            self._places, self.experts = [*models], [str(one.model) for one in models.values()]
+            odd = {"coefficients", "covariances", "normalize"} & parameters.keys()
+            odd |= {"weight"} & {name for name, value in parameters.items() if _listed(value)}
+            for one in models.values():
+                odd |= {name for name, value in (one.parameters or {}).items() if _listed(value)}
+            if odd:
+                mistake = f"weights cannot be searched with this `{min(odd)}`; leave it out"
+        if mistake:
+            raise ConfigError(f"{path}: {mistake}")
+        self._labels = [f"{self.name}.weight.{one}" for one in short_names(self.experts)]
+
+    def make(self, out: Path, *, quiet: bool) -> None:
+        """Merge X, and X_k of every expert, in float32; what is there stays."""
+        out.mkdir(parents=True, exist_ok=True)
+        count, self._folders = len(self.experts), []
+        for number, weights in enumerate([[1.0] * count, *torch.eye(count).tolist()]):
+            path = out / f"{self.name}-{number}.yml"
+            if number and not path.exists():
+                self._write_coefficients(path.with_suffix(".safetensors"), weights)
+            content = self._config(1.0, weights, path.with_suffix(".safetensors"))
+            content["dtype"] = "float32"
+            for options, name in ((content, "out_dtype"), (content["parameters"], "report")):
+                options.pop(name, None)
+            if number == 0:
+                content["parameters"].pop("coefficients", None)
+            write_text(path, yaml.safe_dump(content, sort_keys=False))
+            self._folders.append(merge_once(path, out, quiet=quiet))
+            if number == 0:
+                self._tensors = [*read_headers(Path(self._folders[0]))]
+
+    def load(self, module: Any, base: Weights, config: ScoreConfig) -> None:
+        """Map X and X_k from disk, to be added in `module`, which has the base's weights."""
+        names, models = [*base], []
+        for folder in self._folders:
+            model = load_model(folder, KIND, config, torch.float32)
+            shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            if shapes != {name: base[name].shape for name in names}:
+                raise ConfigError(
+                    f"{self.name}: the merge has other shapes than the base; leave out `tokenizer` "
+                    "settings that change the vocabulary"
+                )
+            models.append(map_weights(model, names, folder, Path(f"{folder}.safetensors")))
+        self._merged = MergedModel(module, base, models, names)
+        self._groups = self._groups_of(names)
+        groups = [*self._groups.values(), *self._groups_of(self._tensors).values()]
+        self.ranges = dict.fromkeys(groups, self._space.scale)
+        if self._space.weight is not None:
+            self.ranges |= dict.fromkeys(self._labels, self._space.weight)
+
+    def starts(self) -> list[dict[str, float]]:
+        """Return the parameters of plain merges with a few λ."""
+        low, high = self._space.scale
+        return [
+            dict.fromkeys(self.ranges, scale) | dict.fromkeys(self._labels, 1.0)
+            for scale in STARTS
+            if low <= scale <= high
+        ]
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Write the merge with these parameters into the module."""
+        scales = torch.tensor([values[group] for group in self._groups.values()])
+        factors = torch.tensor([1.0, *(values[label] - 1 for label in self._labels)])
+        self._merged.write(factors[:, None] * scales)
+
+    def write(self, values: Mapping[str, float], out: Path, comment: str) -> None:
+        """Write `merge.yml`, and its coefficients if it has some."""
+        coefficients, weights = out / "coefficients.safetensors", [values[n] for n in self._labels]
+        self._write_coefficients(coefficients, weights)
+        scales = {name: values[group] for name, group in self._groups_of(self._tensors).items()}
+        content = self._config(scale_setting(scales), weights, coefficients)
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        write_text(out / "merge.yml", f"# {comment}\n{text}")
+
+    def _config(self, scale: Any, weights: Sequence[float], coefficients: Path) -> dict[str, Any]:
+        """Return the config with another λ and weights, those of ace in a file."""
+        content = deepcopy(self._content)
+        content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
+        if self.experts and self.method in COMPONENTS:
+            # Adapters, too: coefficients belong to covariances of inputs.
+            content["parameters"] |= {"coefficients": str(coefficients.resolve()), "side": "inputs"}
+        elif self.experts:
+            usual = content["parameters"].get("weight", 1.0)
+            for place, weight in zip(self._places, weights, strict=True):
+                model = content["models"][place]
+                given = model.get("parameters") or {}
+                model["parameters"] = {**given, "weight": given.get("weight", usual) * weight}
+        return content
+
+    def _write_coefficients(self, path: Path, weights: Sequence[float]) -> None:
+        """Write weights as coefficients of components; a refinement counts where all experts do."""
+        if not self.experts or self.method not in COMPONENTS:
+            return
+        rows = [*weights, float(all(weights))][: len(weights) + (self.method == "ace")]
+        coefficients = torch.tensor(rows)[:, None].repeat(1, len(self._tensors))
+        contents = Contents(
+            base_model=str(self._content["base_model"]),
+            experts=tuple(Expert(task=model, model=model) for model in self.experts),
+            tensors=tuple(MergedTensor(name=name, stored=(name,)) for name in self._tensors),
+            basis=self.method,  # type: ignore
+            learner=LearnerConfig(input="direct", statistics=("mean",)),
+        )
+        unused = torch.zeros(*coefficients.shape, 1, dtype=torch.float64)
+        places = torch.arange(len(self._tensors))
+        CoefficientFile(contents, coefficients, unused, places.float(), {}, places).save(path)
+
+    def _groups_of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the parameter that is the λ of each tensor."""
+        groups = {}
+        for name, depth in relative_depths(names).items():
+            parts = [self.name, "lambda"]
+            if "depth" in self._space.by:
+                parts.append(THIRDS[min(int(3 * depth), 2)])
+            if "kind" in self._space.by:
+                kinds = (kind for kind, marks in KINDS.items() if any(m in name for m in marks))
+                parts.append(next(kinds, "other"))
+            groups[name] = ".".join(parts)
+        return groups
+
+
+def _listed(value: Any) -> bool:
+    return not isinstance(value, int | float | str)
+
+
+def scale_setting(scales: Mapping[str, float]) -> Any:
+    """Return λ of tensors by name as mergekit has it: one number, or filters by parts of names."""
+    if len({*scales.values()}) == 1:
+        return next(iter(scales.values()))
+    below = defaultdict(set)
+    prefixes = {}
+    for name, scale in scales.items():
+        parts = name.split(".")
+        prefixes[name] = [".".join(parts[:n]) + "." for n in range(1, len(parts))] + [name]
+        for prefix in prefixes[name]:
+            below[prefix].add(scale)
+    filters = {
+        next(prefix for prefix in prefixes[name] if len(below[prefix]) == 1): scale
+        for name, scale in scales.items()
+    }
+    # The first filter that is part of a name decides: the longest first.
+    ordered = sorted(filters, key=len, reverse=True)
+    return [{"filter": prefix, "value": filters[prefix]} for prefix in ordered]

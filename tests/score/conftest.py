@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A base, two experts with texts of their own, and the merge of both by halves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from checkpoints import fine_tuned, tiny_llama
+from families import tokenizer, write_rows
+from transformers import AutoModelForCausalLM
+
+from mergekit_ace.training.tasks import write_own_texts
+
+NAMES = ("base", "law", "medicine", "out")
+
+
+def text(path: Path) -> dict:
+    return {"path": str(path), "text": "text", "max_length": 64}
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    base = tiny_llama()
+    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
+    merge = tiny_llama()
+    states = [expert.state_dict() for expert in experts]
+    merge.load_state_dict({name: (states[0][name] + states[1][name]) / 2 for name in states[0]})
+    for name, model in zip(NAMES, (base, *experts, merge), strict=True):
+        model.save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    for name, model in (("keep", base), ("law", experts[0])):
+        write_own_texts(model.eval(), tokenizer(), 16, folder / f"{name}.jsonl", quiet=True)
+    return folder
+
+
+@pytest.fixture
+def config(family_folder, tmp_path) -> dict:
+    """A score.yml of models in `tmp_path`; medicine writes its texts."""
+    shutil.copytree(family_folder, tmp_path, dirs_exist_ok=True)
+    return {
+        "base_model": str(tmp_path / "base"),
+        "models": [
+            {"model": str(tmp_path / "law"), "data": text(tmp_path / "law.jsonl")},
+            {"model": str(tmp_path / "medicine")},
+        ],
+        "merges": [str(tmp_path / "out")],
+        "keep": text(tmp_path / "keep.jsonl"),
+    }
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    """A folder with a task of lm-evaluation-harness, `local_words`."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"q": f"w{n}", "choices": ["w1", "w2"], "gold": n % 2} for n in range(8)]
+    write_rows(folder / "rows.jsonl", rows)
+    task = {
+        "task": "local_words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (folder / "local_words.yaml").write_text(yaml.safe_dump(task))
+    return folder
+
+
+def losses_by_hand(folder: str | Path, data: dict) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder).double()
+    losses = []
+    for line in Path(data["path"]).read_text().splitlines():
+        ids = torch.tensor([tokenizer()(json.loads(line)["text"])["input_ids"][:64]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        losses.append(-float(logits.gather(1, ids[0, 1:, None]).sum()))
+    return np.array(losses)
+
+
+@pytest.fixture(name="losses_by_hand")
+def _losses_by_hand():
+    return losses_by_hand

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`search`: trials are merges, the best is written and tested, and a study goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+import yaml
+from checkpoints import ace_config
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from mergekit_ace.cli import main
+from mergekit_ace.score import search as module
+from mergekit_ace.score.config import SearchConfig, SearchSpace
+from mergekit_ace.score.space import SearchedMerge, scale_setting
+
+EVERYTHING = {"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": ["expert", "depth", "kind"]}
+
+
+@pytest.fixture
+def merge_config(config, tmp_path):
+    """Write the config of a merge by a method, and return its path."""
+    experts = [one["model"] for one in config["models"]]
+
+    def write(method: str, **more) -> str:
+        merge = ace_config([config["base_model"], *experts], merge_method=method, **more)
+        if method == "task_arithmetic":
+            merge["models"][0]["parameters"] = {"weight": 0.8}
+            merge["parameters"] = {"weight": 0.5}
+        path = tmp_path / f"{method}.yml"
+        path.write_text(yaml.safe_dump(merge))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def settings(config, merge_config, tmp_path) -> dict:
+    """A search.yml of a few trials, with its score.yml; medicine writes its texts."""
+    (tmp_path / "score.yml").write_text(yaml.safe_dump(config))
+    merges = [merge_config("ace"), merge_config("tsv_m")]
+    search = {"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": "expert"}
+    score = str(tmp_path / "score.yml")
+    return {"score": score, "merge": merges, "search": search, "trials": 12, "budget": 1.0}
+
+
+def run(settings: dict, out: Path, *flags: str) -> Result:
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(settings))
+    return CliRunner().invoke(main, ["search", str(path), str(out), "--quiet", *flags])
+
+
+def trials(out: Path) -> list:
+    return optuna.load_study(study_name="search", storage=f"sqlite:///{out / 'study.db'}").trials
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "search.json").read_text())
+
+
+def done(out: Path) -> list[tuple]:
+    """Return parameters and values of the trials that came to an end."""
+    return [(t.params, t.values) for t in trials(out) if t.state.name == "COMPLETE"]
+
+
+def test_the_best_merge_is_written_and_tested(
+    config, settings, losses_by_hand, mergekit_yaml, tmp_path
+):
+    out = tmp_path / "best"
+    found = run(settings, out)
+    assert found.exit_code == 0, found.output
+    assert len(done(out)) == 12
+    assert "not of tsv_m, of which only λ is" in found.output
+    best, plain = results(out)["best found"], results(out)["best λ alone"]
+    assert best["validation"]["forgot"][0] <= 1.0
+    assert best["validation"]["aim"] >= plain["validation"]["aim"]
+    merged = load_file(out / "model" / "model.safetensors")
+    again = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()), out="again")
+    for name, tensor in load_file(again / "model.safetensors").items():
+        assert torch.equal(tensor, merged[name]), name
+    keep = [losses_by_hand(folder, config["keep"]) for folder in (config["base_model"], again)]
+    # Rows are drawn in a random order, of which the texts to test are every second one.
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))[1::2]
+    rise = (keep[1] - keep[0])[order].sum() / (30 * len(order))
+    assert best["test"]["forgot"][0] == pytest.approx(rise, abs=1e-4)
+    assert f"{best['test']['kept'][0]:.3f} ± {best['test']['kept'][1]:.3f}" in found.output
+    assert "believe their figures" in (out / "search.html").read_text()
+    assert (out / "scores" / "scores.html").exists()
+    once_more = run(settings, out)
+    assert once_more.output == found.output
+    assert len(trials(out)) == 12
+    other = run({**settings, "budget": 0.5}, out)
+    assert other.exit_code == 1
+    assert "changed since then: search.budget" in other.output
+    assert run({**settings, "trials": 14}, out).exit_code == 0
+    assert len(done(out)) == 14
+
+
+def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch):
+    settings["merge"], settings["trials"] = settings["merge"][0], 7
+    assert run(settings, tmp_path / "whole").exit_code == 0
+    usual, calls = module.sequence_losses, []
+
+    def stopped(*given, **options):
+        calls.append(options)
+        if len(calls) in (2, 17):  # of the first trial and of the sixth, of three texts each
+            raise KeyboardInterrupt
+        return usual(*given, **options)
+
+    monkeypatch.setattr(module, "sequence_losses", stopped)
+    assert [run(settings, tmp_path / "parts").exit_code for _ in range(3)] == [1, 1, 0]
+    assert done(tmp_path / "parts") == done(tmp_path / "whole")
+    assert [t.state.name for t in trials(tmp_path / "parts")].count("FAIL") == 2
+    assert (
+        results(tmp_path / "parts")["best found"]["parameters"]
+        == (results(tmp_path / "whole")["best found"]["parameters"])
+    )
+
+
+def test_processes_share_a_study_and_one_may_be_killed(settings, tmp_path):
+    out, path = tmp_path / "best", tmp_path / "search.yml"
+    path.write_text(yaml.safe_dump({**settings, "merge": settings["merge"][0], "trials": 40}))
+    command = [sys.executable, "-m", "mergekit_ace.cli", "search", str(path), str(out), "--quiet"]
+    first, second = (subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2))
+    deadline = time.monotonic() + 120
+    workers: set = set()
+    while len(workers) < 2 and time.monotonic() < deadline and second.poll() is None:
+        time.sleep(0.2)
+        if (out / "study.db").exists() and (out / "locks").exists():
+            workers = {t.user_attrs.get("worker") for t in trials(out)} - {None}
+    assert len(workers) == 2
+    os.kill(first.pid, signal.SIGKILL)
+    printed, _ = second.communicate(timeout=120)
+    first.communicate()
+    assert second.returncode == 0
+    states = [trial.state.name for trial in trials(out)]
+    assert states.count("COMPLETE") == 40
+    assert states.count("FAIL") <= 1
+    assert "RUNNING" not in states
+    assert b"best found" in printed
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "task_arithmetic", "tsv_m"])
+def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergekit_yaml, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    space = SearchSpace.model_validate(EVERYTHING)
+    merge = SearchedMerge(Path(merge_config(method)), space, config["base_model"])
+    merge.make(tmp_path / "merges", quiet=True)
+    model = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    merge.load(model, base, SearchConfig.model_construct(trust_remote_code=False, task="causal-lm"))
+    rng = torch.Generator().manual_seed(0)
+    values = {name: 0.3 + float(torch.rand(1, generator=rng)) for name in merge.ranges}
+    assert (sum(".weight." in name for name in values) == 2) == (method != "tsv_m")
+    assert f"{method}.lambda.middle.attention" in values
+    merge.set(values)
+    merge.write(values, tmp_path, "of a test")
+    content = yaml.safe_load((tmp_path / "merge.yml").read_text())
+    other = AutoModelForCausalLM.from_pretrained(mergekit_yaml(content))
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), atol=1e-5, rtol=1e-4)
+        assert not torch.equal(parameter, base[name])
+
+
+def test_a_task_and_the_frontier_are_aims(config, settings, tasks, tmp_path):
+    config["models"][1] |= {"tasks": ["local_words"], "data": config["models"][0]["data"]}
+    config["task_folder"] = str(tasks)
+    Path(settings["score"]).write_text(yaml.safe_dump(config))
+    settings |= {"trials": 5, "merge": settings["merge"][1], "search": {"lambda": [0.2, 1.5]}}
+    out = tmp_path / "task"
+    found = run({**settings, "aim": {"kept": 1, "local_words": 3}}, out)
+    assert found.exit_code == 0, found.output
+    test = results(out)["best found"]["test"]
+    assert test["aim"] == pytest.approx((test["kept"][0] + 3 * test["local_words"][0]) / 4)
+    assert test["local_words"][0] in (0, 0.25, 0.5, 0.75, 1), "of every second question"
+    out = tmp_path / "frontier"
+    found = run({**settings, "aim": "frontier"}, out)
+    assert found.exit_code == 0, found.output
+    points = results(out)["trials"]
+    for one in points:
+        better = [p for p in points if p["aim"] > one["aim"] and p["forgot"] < one["forgot"]]
+        assert not (one["frontier"] and better)
+    assert any(one["frontier"] for one in points)
+    assert "frontier" in (out / "search.html").read_text()
+
+
+def test_a_number_per_tensor_is_written_as_filters():
+    scales = {"lm_head.weight": 1.0, "model.norm.weight": 2.0, "model.layers.0.mlp.w": 2.0}
+    scales |= {"model.layers.0.attn.w": 3.0, "model.layers.1.mlp.w": 2.0}
+    filters = scale_setting(scales)
+    for name, scale in scales.items():
+        found = next(one["value"] for one in filters if one["filter"] in name)
+        assert found == scale, name
+    assert scale_setting(dict.fromkeys(scales, 0.7)) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"search": {"lambda": [0.2, 1.5], "by": "expert"}}, "`weight: [0.3, 3]` and `by: expert`"),
+        ({"search": {"lambda": [2, 1]}}, "starts above its end"),
+        ({"search": {"weight": [1, 2], "by": "expert"}}, "there is no `lambda:`"),
+        ({"aim": {"gsm8k": 1}}, "`aim` has gsm8k, which is neither `kept` nor a task"),
+        ({"merge": "tsv_m"}, "weights can be searched of ace, ace_relative and task_arithmetic"),
+        ({"merge": "linear"}, "linear has no λ that scales all"),
+        ({"merge": "cart"}, "cart has no λ that scales all"),
+        ({"score": "none.yml"}, "none.yml cannot be read"),
+        ({"merge": "none.yml"}, "none.yml cannot be read"),
+    ],
+)
+def test_mistakes_are_named(settings, merge_config, change, said, tmp_path):
+    if change.get("merge", ".yml")[-4:] != ".yml":
+        change = {"merge": merge_config(change["merge"])}
+    found = run(settings | change, tmp_path / "best")
+    assert found.exit_code == 1
+    assert said in found.output.replace("\n", " ")
+
+
+def test_another_base_and_too_few_texts_are_named(config, settings, merge_config, tmp_path):
+    path = merge_config("ace", base_model=config["merges"][0])
+    found = run({**settings, "merge": path}, tmp_path / "best")
+    assert "its base model is" in found.output
+    settings["merge"] = merge_config("ace")
+    rows = Path(config["keep"]["path"]).read_text().splitlines()[:5]
+    Path(config["keep"]["path"]).write_text("\n".join(rows))
+    found = run(settings, tmp_path / "few")
+    assert found.exit_code == 1
+    assert "keep has 5 texts; a search needs at least 8" in found.output
+
+
+def test_a_missing_extra_and_a_folder_with_other_things_are_named(settings, tmp_path, monkeypatch):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    for flags in ([], ["--overwrite"]):
+        found = run(settings, tmp_path / "notes", *flags)
+        assert found.exit_code == 1
+        assert "holds other things than a search" in found.output
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    found = run(settings, tmp_path / "best")
+    assert found.exit_code == 1
+    assert "pip install 'mergekit-ace[search]'" in found.output
