@@ -41,7 +41,7 @@ def _check_values(parameter: Any, setting: Any) -> None:
 
 
 def check_config(source: dict[str, Any]) -> None:
-    """Raise unless this is a whole merge, or a train, stats, distill, score, search or calibrate.yml."""
+    """Raise unless this is a whole config of some command."""
     if "merge_method" in source:
         check_merge_config(source)
     elif "teacher" in source:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mergekit_ace.algebra.task_vectors import Integer, NonNegative, Number
+from mergekit_ace.algebra.task_vectors import Integer, NonNegative
 from mergekit_ace.naming import short_names
 from mergekit_ace.training.config import Count, DataConfig, Positive, Strict, Task
 
@@ -61,12 +61,10 @@ class ScoreConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> ScoreConfig:
         for data in (*(expert.data for expert in self.models), self.keep):
-            if data is None:
-                continue
-            if data.image is not None:
-                raise ValueError(f"data {data.path} needs a column text, prompt or messages")
-            if data.prompt is not None and data.completion is None:
-                raise ValueError(f"data {data.path} needs a `completion` of each prompt")
+            if data is not None:
+                data.check_task(self.task, f"data {data.path}")
+                if data.prompt is not None and data.completion is None:
+                    raise ValueError(f"data {data.path} needs a `completion` of each prompt")
         for what, given in (
             ("models", [expert.model for expert in self.models]),
             ("merges", self.merges),
@@ -135,7 +133,7 @@ class SearchConfig(Strict):
     merge: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
     search: SearchSpace
     trials: Count = 100
-    aim: Literal["kept", "frontier"] | dict[str, Number] = "kept"
+    aim: Literal["kept", "frontier"] | Annotated[dict[str, Positive], Field(min_length=1)] = "kept"
     budget: NonNegative = 0.05
     sequences: Count = 32
     seed: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
@@ -144,8 +142,6 @@ class SearchConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> SearchConfig:
         _check_stems(self.merge)
-        if isinstance(self.aim, dict) and not self.aim:
-            raise ValueError("`aim` is empty; write `kept`, or a weight of a task: {gsm8k: 1}")
         return self
 
     @property

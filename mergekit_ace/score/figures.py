@@ -19,9 +19,12 @@ class Estimate(NamedTuple):
     error: float | None
 
     def __str__(self) -> str:
-        if self.error is None:
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} ± {self.error:.3f}"
+        return f"{self.value:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+    @property
+    def signed(self) -> str:
+        """The number with its sign."""
+        return str(self) if self.value < 0 else f"+{self}"
 
 
 def kept(base: Losses, expert: Losses, merge: Losses, *, always: bool = False) -> Estimate | None:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.data import read_rows
+from mergekit_ace.training.data import SampleReader, read_rows
 from mergekit_ace.training.models import load_model, local_folder
 from mergekit_ace.training.tasks import CausalLanguageModel, Example
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KIND = CausalLanguageModel()
 TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
+BATCH = 8  # questions of a task, or of a chat without an answer
 ROWS = 1024  # logits whose losses are computed at once
 MORE = 8  # tokens that an answer may be longer than the right one
 
@@ -58,22 +59,12 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     return model
 
 
-def read_samples(data: DataConfig, tokenizer: Any) -> list[Example]:
-    """Read the held-out rows of data as samples.
-
-    Raises:
-        ConfigError: the data cannot be read, or its texts are too short.
-    """
+def read_samples(data: DataConfig, model: PreTrainedModel, tokenizer: Any) -> list[Example]:
+    """Read the held-out rows of data as samples, as far as a model can read them."""
     held_out = data.model_copy(update={"split": data.test_split or data.split})
-    rows = read_rows(held_out, seed=0)
-    encoded = [KIND.encode(dict(row), data, tokenizer) for row in rows]
-    samples = [one for one in encoded if one is not None and "true" in one]
-    if not samples:
-        raise ConfigError(
-            f"data {data.path}: no text has anything to predict within max_length: "
-            f"{data.max_length}; give longer texts"
-        )
-    return samples
+    reader = SampleReader(model, KIND, tokenizer, data)
+    samples = reader.read(read_rows(held_out, seed=0), "held-out", BATCH, quiet=True)
+    return [sample for sample in samples if "true" in sample]
 
 
 def sequence_losses(
@@ -192,7 +183,7 @@ class Harness:
         evaluate: Any = lm_eval.simple_evaluate  # its types are lost in a decorator
         harness: Any = HFLM
         results = evaluate(
-            model=harness(pretrained=model, tokenizer=tokenizer, batch_size=8),
+            model=harness(pretrained=model, tokenizer=tokenizer, batch_size=BATCH),
             tasks=[task],
             limit=limit,
             samples=None if questions is None else {task: list(questions)},

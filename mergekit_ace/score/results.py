@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ class Scores:
             "texts_written_by_models": sorted(self.own),
         }  # fmt: skip
 
+    @cached_property
+    def tables(self) -> dict[str, dict[str, Estimate]]:
+        """Answers and tasks: figures of models by title."""
+        found = {f"exact answers: {exam}": own for exam, own in self.matches.items()}
+        for task, results in self.tasks.items():
+            metric = next(iter(results.values()))[0]
+            own = {model: Estimate(*result[1:]) for model, result in results.items()}
+            found[f"{task} ({metric})"] = own
+        return found
+
     def __str__(self) -> str:
         columns = list(next(iter(self.kept.values())))
         head = [f"{name}*" if name in self.own else name for name in columns]
@@ -79,20 +90,14 @@ class Scores:
         rows = [["kept", *head, "mean", f"{last} (nats)"]]
         for merge, shares in self.kept.items():
             cells = [shares[name] or "–" for name in columns]
-            rows.append([merge, *cells, self.mean_kept.get(merge, "–"), self.forgot[merge]])
+            rows.append([merge, *cells, self.mean_kept.get(merge, "–"), self.forgot[merge].signed])
         text = aligned(rows)
         if self.own:
             text += "\n* on texts that the model wrote itself"
         idle = {n for shares in self.kept.values() for n, one in shares.items() if one is None}
         for name in sorted(idle):
             text += f"\n– {name} is no better than the base on its texts: there is nothing to keep"
-        tables = {f"exact answers: {exam}": found for exam, found in self.matches.items()}
-        for task, results in self.tasks.items():
-            metric = next(iter(results.values()))[0]
-            tables[f"{task} ({metric})"] = {
-                model: Estimate(*result[1:]) for model, result in results.items()
-            }
-        for title, found in tables.items():
+        for title, found in self.tables.items():
             lines = [[model, found[model]] for model in self.models if model in found]
             text += "\n\n" + aligned([[title, ""], *lines])
         return text
@@ -108,27 +113,20 @@ def aligned(rows: Sequence[Sequence[Any]]) -> str:
 
 def show_scores(scores: Scores, path: Path) -> None:
     """Write the page, `scores.html`."""
+    means = {merge: {"mean": one} for merge, one in scores.mean_kept.items()}
     shares = [
         (merge, expert, share)
         for merge, found in scores.kept.items()
-        for expert, share in (found | {"mean": scores.mean_kept.get(merge)}).items()
+        for expert, share in (found | means.get(merge, {})).items()
     ]
-    losses = [(merge, "keep", one) for merge, one in scores.forgot.items()]
-    results = [
-        (model, task, Estimate(*result[1:]))
-        for task, found in scores.tasks.items()
-        for model, result in found.items()
-    ]
-    results += [
-        (model, f"{exam}, exact answers", one)
-        for exam, found in scores.matches.items()
-        for model, one in found.items()
-    ]
+    others = [(m, title, one) for title, own in scores.tables.items() for m, one in own.items()]
     figures = []
     for title, bars in {
         "Kept: share of the expert's gain (1: all of it)": shares,
-        "Forgot: rise of the loss in nats per token": losses,
-        "Tasks and answers": results,
+        "Forgot: rise of the loss in nats per token": [
+            (merge, "keep", one) for merge, one in scores.forgot.items()
+        ],
+        "Tasks and answers": others,
     }.items():
         rows = [[name, of, *one] for name, of, one in bars if one is not None]
         if rows:

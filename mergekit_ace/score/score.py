@@ -33,7 +33,7 @@ from mergekit_ace.score.measure import (
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.models import load_processor, local_folder
-from mergekit_ace.training.tasks import Example, fit_to_model, write_own_texts
+from mergekit_ace.training.tasks import Example, write_own_texts
 
 SCORES = "scores.json"
 OWN_TEXTS = 64  # that a model writes where it has no data
@@ -152,7 +152,7 @@ class Scoring:
         """Return the texts of an exam, as far as models can read them."""
         assert exam.data is not None
         if exam.samples is None:
-            exam.samples = read_samples(fit_to_model(exam.data, model), self.tokenizer)
+            exam.samples = read_samples(exam.data, model, self.tokenizer)
         return exam.samples
 
     def _write(self, summary: dict[str, Any]) -> None:

@@ -8,8 +8,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.figures import Estimate, Losses, forgot, kept, mean
 from mergekit_ace.score.measure import explained_memory, load_scored, sequence_losses
 from mergekit_ace.score.results import aligned, show_search
-from mergekit_ace.score.score import Scoring
+from mergekit_ace.score.score import Exam, Scoring
 from mergekit_ace.score.space import SearchedMerge
 from mergekit_ace.training.merged import map_weights
 from mergekit_ace.training.models import local_folder
-from mergekit_ace.training.tasks import Example
 
 STUDY, LOCK = "study.db", "search.lock"
 FEWEST = 8  # texts, half of which are for the test
@@ -53,6 +51,8 @@ def run_search(
         raise ConfigError(said) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     out.mkdir(parents=True, exist_ok=True)
+    if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
+        raise ConfigError(f"{out} holds other things than a search; give another folder")
     with warnings.catch_warnings(), explained_memory(score.base_model, score):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         with FileLock(out / LOCK):
@@ -62,20 +62,6 @@ def run_search(
         search.run_trials()
         with FileLock(out / LOCK):
             return search.finish()
-
-
-@dataclass
-class _Texts:
-    """Texts of an expert or of `keep`, the losses of base and expert, and places by part."""
-
-    name: str
-    samples: list[Example]
-    base: Losses
-    expert: Losses
-    places: dict[str, list[int]]
-
-    def chosen(self, what: Sequence[Any], part: str) -> list[Any]:
-        return [what[place] for place in self.places[part]]
 
 
 class _Search:
@@ -98,11 +84,9 @@ class _Search:
         """Open the study, and find that it is one of the same settings and files."""
         import optuna
 
-        found = [path for path in self.out.iterdir() if path.name != LOCK]
-        if found and not (self.out / STUDY).exists():
-            raise ConfigError(f"{self.out} holds other things than a search; give another folder")
-        for path in found if overwrite else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.out.iterdir() if overwrite else ():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         directions = ["maximize", "minimize"] if self.config.aim == "frontier" else ["maximize"]
         self.study: Any = optuna.create_study(
             storage=f"sqlite:///{self.out.resolve() / STUDY}", study_name="search",
@@ -130,18 +114,15 @@ class _Search:
         self.scoring.measure(())
         for merge in self.merges.values():
             merge.make(self.out / "merges", quiet=self.quiet)
-        base = ModelReference.model_validate(self.score.base_model)
         folder = local_folder(self.score.base_model, self.out, self.score.trust_remote_code)
-        self.module = load_scored(base, self.score)
+        self.module = load_scored(ModelReference.model_validate(folder), self.score)
         names = [name for name, _ in self.module.named_parameters()]
         weights = map_weights(self.module, names, folder, self.out / "base.safetensors")
         for merge in self.merges.values():
             merge.load(self.module, weights, self.score)
-            for values in merge.starts():
-                start = {"merge": merge.name, **values}
-                self.study.enqueue_trial(start, {"plain": True}, skip_if_exists=True)
-        self.texts = [*self._read_texts()]
-        if "kept" in self.config.aims and len(self.texts) == 1:
+        self.parts = {exam.name: self._parts(exam) for exam in self.scoring.exams}
+        self.gaining = [exam.name for exam in self.scoring.exams[:-1] if self._gains(exam.name)]
+        if "kept" in self.config.aims and not self.gaining:
             raise ConfigError(
                 "no expert is better than the base on its validation texts: there is nothing to "
                 "keep; give other texts, or more"
@@ -152,43 +133,45 @@ class _Search:
                 assert self.scoring.harness is not None
                 self.questions[task] = self.scoring.harness.numbers(task)[: expert.limit]
 
-    def _read_texts(self) -> Iterator[_Texts]:
-        """Yield the texts of the experts that are better than the base, and last those to keep."""
-        measured = self.scoring.measured
-        for exam in self.scoring.exams:
-            samples = self.scoring.samples(exam, self.module)
-            if len(samples) < FEWEST:
-                raise ConfigError(
-                    f"{exam.name} has {len(samples)} texts; a search needs at least {FEWEST}, half "
-                    "of which are for the test"
-                )
-            base = measured[f"{exam.name} / base"]["losses"]
-            expert = measured.get(f"{exam.name} / {exam.name}", {"losses": base})["losses"]
-            validation, test = (range(start, len(samples), 2) for start in (0, 1))
-            few = validation[: self.config.sequences]
-            places = {"few": [*few], "validation": [*validation], "test": [*test]}
-            texts = _Texts(exam.name, samples, base, expert, places)
-            losses = [texts.chosen(one, "validation") for one in (base, expert)]
-            if exam.name == "keep" or kept(*losses, losses[1]) is not None:
-                yield texts
+    def _parts(self, exam: Exam) -> dict[str, list[int]]:
+        """Return the places of the texts that trials, finalists and the test read."""
+        count = len(self.scoring.samples(exam, self.module))
+        if count < FEWEST:
+            raise ConfigError(
+                f"{exam.name} has {count} texts; a search needs at least {FEWEST}, half of which "
+                "are for the test"
+            )
+        validation, test = [*range(0, count, 2)], [*range(1, count, 2)]
+        return {"few": validation[: self.config.sequences], "validation": validation, "test": test}
+
+    def _gains(self, name: str) -> bool:
+        base, expert = (self._losses(name, model, "validation") for model in ("base", name))
+        return kept(base, expert, expert) is not None
+
+    def _losses(self, exam: str, model: str, part: str) -> Losses:
+        losses = self.scoring.measured[f"{exam} / {model}"]["losses"]
+        return [losses[place] for place in self.parts[exam][part]]
 
     def measure(self, part: str) -> dict[str, Any]:
         """Measure the model in memory on a part of the texts: its aim, and what it forgets."""
         found, shares = {}, []
-        for texts in self.texts:
-            samples, base = (texts.chosen(one, part) for one in (texts.samples, texts.base))
-            losses = sequence_losses(self.module, samples, title=texts.name, quiet=True)
-            if texts.name == "keep":
+        for exam in self.scoring.exams:
+            name, samples = exam.name, self.scoring.samples(exam, self.module)
+            if name not in (*self.gaining, "keep"):
+                continue
+            chosen = [samples[place] for place in self.parts[name][part]]
+            losses = sequence_losses(self.module, chosen, title=name, quiet=True)
+            base = self._losses(name, "base", part)
+            if name == "keep":
                 found["forgot"] = forgot(base, losses)
             else:
-                shares.append(kept(base, texts.chosen(texts.expert, part), losses, always=True))
+                shares.append(kept(base, self._losses(name, name, part), losses, always=True))
         if shares:
             found["kept"] = mean(shares)
         for task, numbers in self.questions.items():
             assert self.scoring.harness is not None
-            chosen = numbers[int(part == "test") :: 2]
             _, value, error = self.scoring.harness.measure(
-                self.module, self.scoring.tokenizer, task, questions=chosen
+                self.module, self.scoring.tokenizer, task, questions=numbers[part == "test" :: 2]
             )
             found[task] = Estimate(value, error)
         total = sum(weight * found[name].value for name, weight in self.config.aims.items())
@@ -234,6 +217,9 @@ class _Search:
         begun = len(self._trials("COMPLETE", "PRUNED", "RUNNING"))
         if begun >= self.config.trials:
             return None, others
+        starts = [one for merge in self.merges.values() for one in merge.starts()]
+        if begun < len(starts) and not self._trials("WAITING"):
+            self.study.enqueue_trial(starts[begun], {"plain": True})
         # A seed of each trial's own: a study that was stopped goes on alike.
         self.study.sampler = optuna.samplers.TPESampler(
             seed=self.config.seed + begun, multivariate=True, group=True, constant_liar=True
@@ -280,8 +266,10 @@ class _Search:
                 "trial": best.number,
                 "merge": best.params["merge"],
                 "parameters": _rounded(best.params),
-                **{part: self._measured(best, part) for part in ("validation", "test")},
+                "validation": self._measured(best, "validation"),
             }
+            if among is plain:
+                results[name]["test"] = self._measured(best, "test")
         self._write_model(results["best found"])
         return self._write_results(results, trials)
 
@@ -299,8 +287,8 @@ class _Search:
             self.study.set_user_attr(key, self.measure(part))
         return self.study.user_attrs[key]
 
-    def _write_model(self, best: Mapping[str, Any]) -> None:
-        """Write `merge.yml`, merge by it, and score the model, which is to forget as its trial."""
+    def _write_model(self, best: dict[str, Any]) -> None:
+        """Write `merge.yml`, merge by it, and test the model that comes out."""
         path, model = self.out / "merge.yml", self.out / "model"
         values = ", ".join(f"{name} {value:g}" for name, value in best["parameters"].items())
         comment = f"Trial {best['trial']} of a search: {values}"
@@ -312,17 +300,8 @@ class _Search:
         options = MergeOptions(cuda=torch.cuda.is_available(), quiet=self.quiet)
         options.apply_global_options()
         run_shards(path, str(model), options)
-        self.scoring.config = self.score.model_copy(update={"merges": (str(model),)})
-        self.scoring.measure((str(model),))
-        self.scoring.write_results()
-        keep, part = self.texts[-1], "validation"
-        losses = self.scoring.measured[f"keep / {model}"]["losses"]
-        lost = forgot(keep.chosen(keep.base, part), keep.chosen(losses, part)).value
-        if abs(lost - best[part]["forgot"][0]) > 0.02:
-            raise ConfigError(
-                f"{model} forgets {lost:+.3f} nats, and in memory it forgot "
-                f"{best[part]['forgot'][0]:+.3f}; please report this"
-            )
+        self.module = load_scored(ModelReference.model_validate(str(model)), self.score)
+        best["test"] = self.measure("test")
 
     def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
         """Write `search.json` and `search.html`, and return the table."""
@@ -330,8 +309,8 @@ class _Search:
         rows = [["", "merge", "texts", *figures]]
         for name, found in results.items():
             for part in ("validation", "test"):
-                cells = [str(Estimate(*found[part][one])) for one in figures]
-                rows.append([name, found["merge"], part, *cells])
+                *aims, lost = (Estimate(*found[part][one]) for one in figures)
+                rows.append([name, found["merge"], part, *aims, lost.signed])
         best, frontier = results["best found"], self.config.aim == "frontier"
         values = [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
         text = f"{aligned(rows)}\n\ntrial {best['trial']} of {len(trials)}:\n" + "\n".join(values)

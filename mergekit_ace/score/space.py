@@ -23,7 +23,7 @@ from mergekit_ace.files.checkpoints import read_headers
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
-from mergekit_ace.naming import ConfigError, relative_depths, short_names
+from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
 from mergekit_ace.score.measure import KIND
@@ -71,9 +71,9 @@ class SearchedMerge:
                       if one.model != config.base_model}  # fmt: skip
             self._places, self.experts = [*models], [str(one.model) for one in models.values()]
             odd = {"coefficients", "covariances", "normalize"} & parameters.keys()
-            odd |= {"weight"} & {name for name, value in parameters.items() if _listed(value)}
-            for one in models.values():
-                odd |= {name for name, value in (one.parameters or {}).items() if _listed(value)}
+            own = (one.parameters or {} for one in models.values())
+            if any(not isinstance(one.get("weight", 1), int | float) for one in (parameters, *own)):
+                odd.add("weight")
             if odd:
                 mistake = f"weights cannot be searched with this `{min(odd)}`; leave it out"
         if mistake:
@@ -118,11 +118,12 @@ class SearchedMerge:
         if self._space.weight is not None:
             self.ranges |= dict.fromkeys(self._labels, self._space.weight)
 
-    def starts(self) -> list[dict[str, float]]:
+    def starts(self) -> list[dict[str, Any]]:
         """Return the parameters of plain merges with a few λ."""
         low, high = self._space.scale
         return [
-            dict.fromkeys(self.ranges, scale) | dict.fromkeys(self._labels, 1.0)
+            {"merge": self.name, **dict.fromkeys(self.ranges, scale)}
+            | dict.fromkeys(self._labels, 1.0)
             for scale in STARTS
             if low <= scale <= high
         ]
@@ -188,25 +189,17 @@ class SearchedMerge:
         return groups
 
 
-def _listed(value: Any) -> bool:
-    return not isinstance(value, int | float | str)
-
-
 def scale_setting(scales: Mapping[str, float]) -> Any:
     """Return λ of tensors by name as mergekit has it: one number, or filters by parts of names."""
     if len({*scales.values()}) == 1:
         return next(iter(scales.values()))
-    below = defaultdict(set)
-    prefixes = {}
+    blocks = defaultdict(set)
     for name, scale in scales.items():
-        parts = name.split(".")
-        prefixes[name] = [".".join(parts[:n]) + "." for n in range(1, len(parts))] + [name]
-        for prefix in prefixes[name]:
-            below[prefix].add(scale)
-    filters = {
-        next(prefix for prefix in prefixes[name] if len(below[prefix]) == 1): scale
-        for name, scale in scales.items()
-    }
+        blocks[f"{block_of(name)}."].add(scale)
+    filters = {}
+    for name, scale in scales.items():
+        block = f"{block_of(name)}."
+        filters[block if block in name and len(blocks[block]) == 1 else name] = scale
     # The first filter that is part of a name decides: the longest first.
     ordered = sorted(filters, key=len, reverse=True)
-    return [{"filter": prefix, "value": filters[prefix]} for prefix in ordered]
+    return [{"filter": part, "value": filters[part]} for part in ordered]

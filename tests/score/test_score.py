@@ -223,7 +223,10 @@ def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monk
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
         ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
-        ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs a column text, prompt or messages"),
+        (
+            {"keep": {"path": "keep.jsonl", "image": "q"}},
+            "needs the column messages or",
+        ),
         ({"kept": 1}, "kept"),
     ],
 )
@@ -237,7 +240,7 @@ def test_texts_that_are_too_short_are_named(config, tmp_path):
     config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", [{"text": "w1"}]), "text": "text"}
     found = score(config, tmp_path / "scores")
     assert found.exit_code == 1
-    assert "no text has anything to predict" in found.output
+    assert "no held-out sample has anything to predict" in found.output
 
 
 def test_a_folder_with_other_things_is_refused(config, tmp_path):

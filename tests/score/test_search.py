@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -17,11 +16,12 @@ import torch
 import yaml
 from checkpoints import ace_config
 from click.testing import CliRunner, Result
+from reference import task_vector_error
 from safetensors.torch import load_file
 
 from mergekit_ace.cli import main
 from mergekit_ace.score import search as module
-from mergekit_ace.score.config import SearchConfig, SearchSpace
+from mergekit_ace.score.config import SearchSpace
 from mergekit_ace.score.space import SearchedMerge, scale_setting
 
 EVERYTHING = {"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": ["expert", "depth", "kind"]}
@@ -68,6 +68,11 @@ def results(out: Path) -> dict:
     return json.loads((out / "search.json").read_text())
 
 
+def tensors(folder: Path) -> dict:
+    paths = folder.glob("*.safetensors")
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
 def done(out: Path) -> list[tuple]:
     """Return parameters and values of the trials that came to an end."""
     return [(t.params, t.values) for t in trials(out) if t.state.name == "COMPLETE"]
@@ -84,9 +89,9 @@ def test_the_best_merge_is_written_and_tested(
     best, plain = results(out)["best found"], results(out)["best λ alone"]
     assert best["validation"]["forgot"][0] <= 1.0
     assert best["validation"]["aim"] >= plain["validation"]["aim"]
-    merged = load_file(out / "model" / "model.safetensors")
     again = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()), out="again")
-    for name, tensor in load_file(again / "model.safetensors").items():
+    merged = tensors(out / "model")
+    for name, tensor in tensors(again).items():
         assert torch.equal(tensor, merged[name]), name
     keep = [losses_by_hand(folder, config["keep"]) for folder in (config["base_model"], again)]
     # Rows are drawn in a random order, of which the texts to test are every second one.
@@ -95,9 +100,8 @@ def test_the_best_merge_is_written_and_tested(
     assert best["test"]["forgot"][0] == pytest.approx(rise, abs=1e-4)
     assert f"{best['test']['kept'][0]:.3f} ± {best['test']['kept'][1]:.3f}" in found.output
     assert "believe their figures" in (out / "search.html").read_text()
-    assert (out / "scores" / "scores.html").exists()
     once_more = run(settings, out)
-    assert once_more.output == found.output
+    assert once_more.stdout == found.stdout
     assert len(trials(out)) == 12
     other = run({**settings, "budget": 0.5}, out)
     assert other.exit_code == 1
@@ -113,7 +117,7 @@ def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch)
 
     def stopped(*given, **options):
         calls.append(options)
-        if len(calls) in (2, 17):  # of the first trial and of the sixth, of three texts each
+        if len(calls) in (2, 17):  # of the first trial and of the fifth, of three texts each
             raise KeyboardInterrupt
         return usual(*given, **options)
 
@@ -127,27 +131,46 @@ def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch)
     )
 
 
-def test_processes_share_a_study_and_one_may_be_killed(settings, tmp_path):
-    out, path = tmp_path / "best", tmp_path / "search.yml"
-    path.write_text(yaml.safe_dump({**settings, "merge": settings["merge"][0], "trials": 40}))
-    command = [sys.executable, "-m", "mergekit_ace.cli", "search", str(path), str(out), "--quiet"]
-    first, second = (subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2))
+SLOW = """
+import time
+from mergekit_ace.cli import main
+from mergekit_ace.score import search
+usual = search.sequence_losses
+search.sequence_losses = lambda *given, **more: time.sleep(0.5) or usual(*given, **more)
+main()
+"""
+
+
+def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypatch):
+    out, path = tmp_path / "best", tmp_path / "best.yml"
+    settings |= {"merge": settings["merge"][1], "search": {"lambda": [0.2, 1.5]}, "trials": 10}
+    path.write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-c", SLOW, "search", str(path), str(out), "--quiet"]
+    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    workers: set = set()
-    while len(workers) < 2 and time.monotonic() < deadline and second.poll() is None:
+    while not (out / "locks").exists() or not done(out):
+        assert time.monotonic() < deadline
+        assert other.poll() is None
         time.sleep(0.2)
-        if (out / "study.db").exists() and (out / "locks").exists():
-            workers = {t.user_attrs.get("worker") for t in trials(out)} - {None}
-    assert len(workers) == 2
-    os.kill(first.pid, signal.SIGKILL)
-    printed, _ = second.communicate(timeout=120)
-    first.communicate()
-    assert second.returncode == 0
+    usual, calls = module.sequence_losses, []
+
+    def killing(*given, **options):
+        calls.append(options)
+        if len(calls) == 4:
+            running = [t for t in trials(out) if t.state.name == "RUNNING"]
+            assert len({t.user_attrs["worker"] for t in running}) == 2, "both are at work"
+            other.kill()
+            other.wait()
+        return usual(*given, **options)
+
+    monkeypatch.setattr(module, "sequence_losses", killing)
+    found = run(settings, out)
+    assert found.exit_code == 0, found.output
     states = [trial.state.name for trial in trials(out)]
-    assert states.count("COMPLETE") == 40
-    assert states.count("FAIL") <= 1
-    assert "RUNNING" not in states
-    assert b"best found" in printed
+    assert sorted({*states}) == ["COMPLETE", "FAIL"]
+    assert (states.count("COMPLETE"), states.count("FAIL")) == (10, 1)
+    plain = [params for params, _ in done(out)][:9]
+    assert {0.5, 0.7, 0.85, 1.0} <= {one["tsv_m.lambda"] for one in plain}, "nothing is lost"
 
 
 @pytest.mark.parametrize("method", ["ace", "ace_relative", "task_arithmetic", "tsv_m"])
@@ -159,7 +182,7 @@ def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergek
     merge.make(tmp_path / "merges", quiet=True)
     model = AutoModelForCausalLM.from_pretrained(config["base_model"])
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    merge.load(model, base, SearchConfig.model_construct(trust_remote_code=False, task="causal-lm"))
+    merge.load(model, base, SimpleNamespace(trust_remote_code=False, task="causal-lm"))
     rng = torch.Generator().manual_seed(0)
     values = {name: 0.3 + float(torch.rand(1, generator=rng)) for name in merge.ranges}
     assert (sum(".weight." in name for name in values) == 2) == (method != "tsv_m")
@@ -169,8 +192,7 @@ def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergek
     content = yaml.safe_load((tmp_path / "merge.yml").read_text())
     other = AutoModelForCausalLM.from_pretrained(mergekit_yaml(content))
     for name, parameter in other.named_parameters():
-        torch.testing.assert_close(parameter, model.get_parameter(name), atol=1e-5, rtol=1e-4)
-        assert not torch.equal(parameter, base[name])
+        assert task_vector_error(model.get_parameter(name), parameter, base[name]) <= 1e-3, name
 
 
 def test_a_task_and_the_frontier_are_aims(config, settings, tasks, tmp_path):
