@@ -153,6 +153,7 @@ class Harness:
             ) from error
         own = None if folder is None else os.path.expanduser(folder)
         self._manager = TaskManager(include_path=own)
+        self._loaded: dict[str, Any] = {}
         unknown = [task for task in tasks if not self._manager.match_tasks([task])]
         if unknown:
             raise ConfigError(
@@ -160,9 +161,15 @@ class Harness:
                 "them"
             )
 
+    def _load(self, task: str) -> Any:
+        """Return a task with its questions, read once; a group of tasks by its name."""
+        if task not in self._loaded:
+            self._loaded[task] = self._manager.load_task_or_group([task]).get(task, task)
+        return self._loaded[task]
+
     def numbers(self, task: str) -> list[int]:
         """Return the numbers of the questions of a task of which more is better."""
-        found: Any = self._manager.load_task_or_group([task]).get(task)
+        found = self._load(task)
         if not hasattr(found, "eval_docs"):
             raise ConfigError(f"{task} is a group of tasks; name one of them")
         if next(iter(found.higher_is_better().values())) is False:
@@ -184,7 +191,7 @@ class Harness:
         harness: Any = HFLM
         results = evaluate(
             model=harness(pretrained=model, tokenizer=tokenizer, batch_size=BATCH),
-            tasks=[task],
+            tasks=[self._load(task)],
             limit=limit,
             samples=None if questions is None else {task: list(questions)},
             task_manager=self._manager,

@@ -70,7 +70,7 @@ class SearchedMerge:
             models = {n: one for n, one in enumerate(config.models or ())
                       if one.model != config.base_model}  # fmt: skip
             self._places, self.experts = [*models], [str(one.model) for one in models.values()]
-            odd = {"coefficients", "covariances", "normalize"} & parameters.keys()
+            odd = {"coefficients", "covariances", "normalize", "side"} & parameters.keys()
             own = (one.parameters or {} for one in models.values())
             if any(not isinstance(one.get("weight", 1), int | float) for one in (parameters, *own)):
                 odd.add("weight")

@@ -24,8 +24,6 @@ from mergekit_ace.score import search as module
 from mergekit_ace.score.config import SearchSpace
 from mergekit_ace.score.space import SearchedMerge, scale_setting
 
-EVERYTHING = {"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": ["expert", "depth", "kind"]}
-
 
 @pytest.fixture
 def merge_config(config, tmp_path):
@@ -100,24 +98,24 @@ def test_the_best_merge_is_written_and_tested(
     assert best["test"]["forgot"][0] == pytest.approx(rise, abs=1e-4)
     assert f"{best['test']['kept'][0]:.3f} ± {best['test']['kept'][1]:.3f}" in found.output
     assert "believe their figures" in (out / "search.html").read_text()
-    once_more = run(settings, out)
-    assert once_more.stdout == found.stdout
-    assert len(trials(out)) == 12
     other = run({**settings, "budget": 0.5}, out)
     assert other.exit_code == 1
     assert "changed since then: search.budget" in other.output
-    assert run({**settings, "trials": 14}, out).exit_code == 0
-    assert len(done(out)) == 14
+    before = done(out)
+    assert run({**settings, "trials": 13}, out).exit_code == 0
+    assert done(out)[:-1] == before
+    assert len(done(out)) == 13
 
 
 def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch):
-    settings["merge"], settings["trials"] = settings["merge"][0], 7
+    settings |= {"search": {"lambda": [0.6, 1.5], "by": ["depth", "kind"]}, "trials": 6}
+    settings["merge"] = settings["merge"][1]
     assert run(settings, tmp_path / "whole").exit_code == 0
     usual, calls = module.sequence_losses, []
 
     def stopped(*given, **options):
         calls.append(options)
-        if len(calls) in (2, 17):  # of the first trial and of the fifth, of three texts each
+        if len(calls) in (2, 10):  # of the first trial and of a later one
             raise KeyboardInterrupt
         return usual(*given, **options)
 
@@ -177,7 +175,8 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
 def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergekit_yaml, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    space = SearchSpace.model_validate(EVERYTHING)
+    by = ["expert", "depth", "kind"]
+    space = SearchSpace.model_validate({"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": by})
     merge = SearchedMerge(Path(merge_config(method)), space, config["base_model"])
     merge.make(tmp_path / "merges", quiet=True)
     model = AutoModelForCausalLM.from_pretrained(config["base_model"])
@@ -192,21 +191,28 @@ def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergek
     content = yaml.safe_load((tmp_path / "merge.yml").read_text())
     other = AutoModelForCausalLM.from_pretrained(mergekit_yaml(content))
     for name, parameter in other.named_parameters():
-        assert task_vector_error(model.get_parameter(name), parameter, base[name]) <= 1e-3, name
+        assert (
+            task_vector_error(model.get_parameter(name).detach(), parameter.detach(), base[name])
+            <= 1e-3
+        ), name
 
 
-def test_a_task_and_the_frontier_are_aims(config, settings, tasks, tmp_path):
+def test_a_task_is_an_aim(config, settings, tasks, tmp_path):
     config["models"][1] |= {"tasks": ["local_words"], "data": config["models"][0]["data"]}
     config["task_folder"] = str(tasks)
     Path(settings["score"]).write_text(yaml.safe_dump(config))
-    settings |= {"trials": 5, "merge": settings["merge"][1], "search": {"lambda": [0.2, 1.5]}}
+    settings |= {"trials": 2, "merge": settings["merge"][1], "search": {"lambda": [0.9, 1.5]}}
     out = tmp_path / "task"
     found = run({**settings, "aim": {"kept": 1, "local_words": 3}}, out)
     assert found.exit_code == 0, found.output
     test = results(out)["best found"]["test"]
     assert test["aim"] == pytest.approx((test["kept"][0] + 3 * test["local_words"][0]) / 4)
     assert test["local_words"][0] in (0, 0.25, 0.5, 0.75, 1), "of every second question"
+
+
+def test_the_frontier_is_an_aim(settings, tmp_path):
     out = tmp_path / "frontier"
+    settings |= {"trials": 6, "merge": settings["merge"][1], "search": {"lambda": [0.2, 1.5]}}
     found = run({**settings, "aim": "frontier"}, out)
     assert found.exit_code == 0, found.output
     points = results(out)["trials"]
