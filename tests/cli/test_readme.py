@@ -102,7 +102,7 @@ def test_every_command_is_in_the_readme():
 def test_configs_are_valid(name):
     for block in YAML.findall(PAGES[name]):
         source = read_config(block)
-        if not {"base_model", "models", "teacher"} & set(source):
+        if not {"base_model", "models", "teacher", "search"} & set(source):
             source = TRAINING | source
         check_config(source)
 
