@@ -87,7 +87,7 @@ class Scores:
         columns = list(next(iter(self.kept.values())))
         head = [f"{name}*" if name in self.own else name for name in columns]
         last = "forgot*" if "keep" in self.own else "forgot"
-        rows = [["kept", *head, "mean", f"{last} (nats)"]]
+        rows: list[list[Any]] = [["kept", *head, "mean", f"{last} (nats)"]]
         for merge, shares in self.kept.items():
             cells = [shares[name] or "–" for name in columns]
             rows.append([merge, *cells, self.mean_kept.get(merge, "–"), self.forgot[merge].signed])
@@ -147,7 +147,7 @@ def show_search(points: Sequence[dict[str, Any]], budget: float, text: str, path
         frame, x="forgot", y="aim", color="merge", hover_name="trial", labels=labels,
         title="Trials", template=WHITE,
     )  # fmt: skip
-    line = frame[frame.frontier].sort_values("forgot")
+    line = frame.query("frontier").sort_values("forgot")
     if len(line):
         figure.add_scatter(x=line.forgot, y=line.aim, mode="lines", name="frontier")
     figure.add_vline(x=budget, line_dash="dot", annotation_text="budget")

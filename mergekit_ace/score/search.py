@@ -87,7 +87,7 @@ class _Search:
         for path in self.out.iterdir() if overwrite else ():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        directions = ["maximize", "minimize"] if self.config.aim == "frontier" else ["maximize"]
+        directions: Any = ["maximize"] + ["minimize"] * (self.config.aim == "frontier")
         self.study: Any = optuna.create_study(
             storage=f"sqlite:///{self.out.resolve() / STUDY}", study_name="search",
             directions=directions, load_if_exists=True,
@@ -306,7 +306,7 @@ class _Search:
     def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
         """Write `search.json` and `search.html`, and return the table."""
         figures = [*self.config.aims, "forgot"]
-        rows = [["", "merge", "texts", *figures]]
+        rows: list[list[Any]] = [["", "merge", "texts", *figures]]
         for name, found in results.items():
             for part in ("validation", "test"):
                 *aims, lost = (Estimate(*found[part][one]) for one in figures)
