@@ -151,16 +151,15 @@ class Harness:
             raise ConfigError(
                 "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
             ) from error
-        self._loaded: dict[str, Any] = {}
         own = None if folder is None else os.path.expanduser(folder)
-        for with_others in (own is None, True):  # to list the others takes ten seconds
-            self._manager = TaskManager(include_path=own, include_defaults=with_others)
-            unknown = [task for task in tasks if not self._manager.match_tasks([task])]
-            if not unknown:
-                return
-        raise ConfigError(
-            f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists them"
-        )
+        self._manager = TaskManager(include_path=own)
+        self._loaded: dict[str, Any] = {}
+        unknown = [task for task in tasks if not self._manager.match_tasks([task])]
+        if unknown:
+            raise ConfigError(
+                f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists "
+                "them"
+            )
 
     def _load(self, task: str) -> Any:
         """Return a task with its questions, read once; a group of tasks by its name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -55,11 +57,11 @@ def config(family_folder, tmp_path) -> dict:
     }
 
 
-@pytest.fixture
-def tasks(tmp_path) -> Path:
-    """A folder with a task of lm-evaluation-harness, `local_words`."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory) -> Iterator[Path]:
+    """A folder with a task of lm-evaluation-harness, whose own tasks are listed once."""
+    harness = pytest.importorskip("lm_eval.tasks")
+    folder = tmp_path_factory.mktemp("tasks")
     rows = [{"q": f"w{n}", "choices": ["w1", "w2"], "gold": n % 2} for n in range(8)]
     write_rows(folder / "rows.jsonl", rows)
     task = {
@@ -74,7 +76,9 @@ def tasks(tmp_path) -> Path:
         "metric_list": [{"metric": "acc"}],
     }
     (folder / "local_words.yaml").write_text(yaml.safe_dump(task))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "TaskManager", cache(harness.TaskManager))
+        yield folder
 
 
 def losses_by_hand(folder: str | Path, data: dict) -> np.ndarray:

@@ -175,7 +175,6 @@ def test_an_answer_ends_where_the_model_or_its_line_does(written, ended, same):
 
 
 def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
-    pytest.importorskip("lm_eval")
     config["models"][1] |= {"tasks": ["local_words"], "limit": 6}
     config["task_folder"] = str(tasks)
     found = score(config, tmp_path / "scores")
@@ -193,7 +192,7 @@ def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
     assert "has no task no_such_task" in wrong.output
 
 
-def test_a_missing_extra_is_named(config, tasks, tmp_path, monkeypatch):
+def test_a_missing_extra_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
     found = score(config, tmp_path / "scores")
