@@ -315,6 +315,8 @@ class _Search:
         values = [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
         text = f"{aligned(rows)}\n\ntrial {best['trial']} of {len(trials)}:\n" + "\n".join(values)
         text += "\n\nThe test texts took no part in the search: believe their figures."
+        for name in self.parts.keys() - {*self.gaining, "keep"}:
+            text += f"\n{name} is no better than the base on its texts, and does not count."
         if best["validation"]["forgot"][0] > self.config.budget:
             text += f"\nNo merge forgets as little as {self.config.budget:g} nats (`budget`)."
         front = {one.number for one in self.study.best_trials} if frontier else set()
