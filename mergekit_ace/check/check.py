@@ -18,6 +18,7 @@ from mergekit_ace.check.loading import (
     Treatment,
     check_labels,
     check_model_files,
+    check_whole,
     treat_unplanned,
 )
 from mergekit_ace.check.models import (
@@ -134,6 +135,8 @@ def check_merge(
                 if extra:
                     plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
                 told += check_labels(plan, unplanned or "error")
+                if all(finding.level != "error" for finding in told):
+                    told += check_whole(plan, checkpoints)
             except Exception as error:  # mergekit raises whatever its parts do
                 text = str(error) or type(error).__name__
                 if isinstance(error, KeyError):  # mergekit looks a module up

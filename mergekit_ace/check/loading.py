@@ -7,6 +7,7 @@ architectures, and all of ViT's encoder under the names that it has on the Hub.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,15 @@ from mergekit_ace.files.models import (
     lost_model_files,
 )
 from mergekit_ace.merge_config import Finding
-from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_class, model_names, names_of
+from mergekit_ace.methods.architecture import (
+    BUFFER,
+    BY_FILES,
+    build_empty,
+    model_class,
+    model_names,
+    names_of,
+    read_names,
+)
 from mergekit_ace.naming import ConfigError, listed, without_numbers
 from mergekit_ace.planning import (
     PlannedMerge,
@@ -113,6 +122,40 @@ def check_labels(plan: PlannedMerge, treatment: Treatment) -> Iterator[Finding]:
             f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}; or "
             "replace the models by some with the same labels",
         )
+
+
+def check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find tensors that the config of the result asks for, or has no place for, before they are.
+
+    What the model that gives its config lacks, or has too many of, the result may as well.
+    """
+    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
+    stored, known = set(donor.index.tensor_paths), model_names(donor.model)
+    planned = {
+        tensor.name
+        for tensor in plan.tensors
+        if any(checkpoints[model].source(weight) for model, weight in tensor.weights.items())
+    }
+    if known is None or (planned == stored and not plan.config.slices):
+        return
+    try:
+        network = build_empty(copy.deepcopy(plan.out_config), trust_remote_code=trust)
+        found = read_names(network, planned)
+    except Exception:  # whatever a config or a model's constructor raises
+        return
+    faults = (
+        ("lacks", found.lacking, known.lacking),
+        ("has no place for", planned - found.placed, stored - known.placed),
+    )
+    for what, names, excused in faults:
+        templates = {without_numbers(name) for name in excused}  # of any layer
+        if new := sorted(name for name in names if without_numbers(name) not in templates):
+            yield Finding.error(
+                f"the result {what} {len(new)} tensors by its config, which is that of "
+                f"{donor.model}: {listed(new)}",
+                "see what `slices:` and `modules:` of the config leave out, and what "
+                "`mergekit-ace merge --unplanned` carries over",
+            )
 
 
 def _unplanned_tensor(

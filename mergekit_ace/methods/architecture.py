@@ -269,6 +269,11 @@ class StoredNames:
     vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
 
     @property
+    def placed(self) -> set[str]:
+        """Names in files that transformers loads."""
+        return {*self.memory, *self.converted}
+
+    @property
     def needed(self) -> set[str]:
         """Names in files without which a model is not whole."""
         whole = {name for name, target in self.memory.items() if target not in self.ties}
@@ -418,12 +423,12 @@ def _architecture_by_files(
         if name not in needed and BUFFER.search(name):
             continue
         weight = _describe(name, names, text_names, name not in needed or bool(mixed))
-        match = _LAYER.search(name)
-        if match is None:
+        layer = _layer_number(weight)
+        if layer is None:
             loose.append(weight)
             continue
-        stacks.setdefault(name[: match.start()], {}).setdefault(_template(name), weight)
-        layers.setdefault(_template(name), []).append(int(match[1]))
+        stacks.setdefault(_LAYER.split(name, 1)[0], {}).setdefault(_template(name), weight)
+        layers.setdefault(_template(name), []).append(layer)
     modules = {} if len(stacks) == 1 else {"default": _module(loose, [], 0, None)}
     for stack, firsts in stacks.items():
         count = 1 + max(max(layers[template]) for template in firsts)
@@ -467,6 +472,13 @@ def _by_text_name(model: ModelReference) -> dict[str, str]:
     names = model_names(model)
     held = names.memory if names else {name: name for name in _names_in_files(model)}
     return {_TEXT_PART.sub("", memory, count=1): name for name, memory in held.items()}
+
+
+def _layer_number(weight: WeightInfo) -> int | None:
+    """Return a weight's layer; None where, as in some projectors, memory has no such number."""
+    found = [_LAYER.search(name) for name in (weight.name, *(weight.aliases or ()))]
+    numbers = {match and int(match[1]) for match in found}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _template(name: str) -> str:
