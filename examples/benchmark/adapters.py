@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import yaml
-from checkpoint import TIMED, measure
+from checkpoint import MERGEKIT_YAML, measure
 from kernels import print_machine
 from llamas import SIZES, make_config, make_tensor, shapes, write_model
 from safetensors.torch import save_file
@@ -90,7 +90,7 @@ def command_of(row: str, folder: Path, adapters: list[str], more: list[str]) -> 
     (folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     if kind == "full":
         flags = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
-        return [*TIMED, "merge.yml", "merged", *flags, *more]
+        return [*MERGEKIT_YAML, "merge.yml", "merged", *flags, *more]
     ours = [sys.executable, "-m", "mergekit_ace.cli", "adapter"]
     return [*ours, "merge.yml", "merged", "--quiet", *more]
 

@@ -53,15 +53,14 @@ def family(
     shape: tuple[int, int],
     experts: int,
     heterogeneous: bool = False,  # experts differ in scale, by a factor of 30 altogether
-    stored: torch.dtype = torch.bfloat16,  # the weights are float32 that this dtype can hold
     spectrum: str = "slow",  # of task vectors: σ_j ∝ j^-½; or "low-rank": 16, plus noise
     device: str = "cpu",
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return a base, (o, i), and experts whose task vectors have 1 % of its norm."""
+    """Return a base, (o, i), and experts whose task vectors have 1 % of its norm, by bfloat16."""
     rows, columns = shape
     rng = torch.Generator(device).manual_seed(0)
     new = {"generator": rng, "device": device}
-    base = (0.02 * torch.randn(rows, columns, **new)).to(stored).float()
+    base = (0.02 * torch.randn(rows, columns, **new)).bfloat16().float()
     members = []
     for t in range(experts):
         if spectrum == "slow":
@@ -73,7 +72,7 @@ def family(
             low = torch.randn(rows, 16, **new) @ torch.randn(16, columns, **new) / 4
             delta = (low + torch.randn(rows, columns, **new)) / 2**0.5
         scale = 30 ** (t / (experts - 1) - 0.5) if heterogeneous else 1.0
-        members.append((base + 2e-4 * scale * delta).to(stored).float())
+        members.append((base + 2e-4 * scale * delta).bfloat16().float())
     return base, members
 
 
@@ -95,15 +94,12 @@ def merge_by(way: str, base: Tensor, experts: list[Tensor]) -> Tensor:
     return merge_tensors([base, *experts], name, base_index=0, parameters=parameters)
 
 
-def reset_peak(device: str) -> int | None:
-    """Start counting the peak of memory anew; return what is in use, None where nobody tells."""
+def reset_peak(device: str) -> int:
+    """Start counting the peak of memory anew; return what is in use."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-    except OSError:
-        return None
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # of Linux
     return process_bytes("VmRSS")
 
 
@@ -114,16 +110,14 @@ def peak(device: str) -> int:
 
 def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespace) -> list[dict]:
     """Return seconds, their ratio to those of the first way, and memory of every way."""
-    stored = getattr(torch, options.stored)
-    models = family(shape, experts, options.heterogeneous, stored, options.spectrum, options.device)
+    models = family(shape, experts, options.heterogeneous, options.spectrum, options.device)
     seconds: dict[str, list[float]] = {way: [] for way in options.ways}
-    memory: dict[str, int | None] = dict.fromkeys(options.ways)
+    memory = dict.fromkeys(options.ways, 0)
     for _ in range(options.rounds + 1):  # the first one warms up
         for way in options.ways:
             before = reset_peak(options.device)
             seconds[way].append(timed(partial(merge_by, way, *models), options.device)[0])
-            if before is not None:
-                memory[way] = max(memory[way] or 0, peak(options.device) - before)
+            memory[way] = max(memory[way], peak(options.device) - before)
     kept = {way: every[1:] or every for way, every in seconds.items()}
     first = kept[options.ways[0]]
     return [
@@ -139,15 +133,14 @@ def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespac
 
 def print_row(what: str, row: dict) -> None:
     """Print the figures of a way for a matrix or a model."""
-    memory = "" if row["memory"] is None else f"{row['memory'] / 1e6:8.0f}"
-    figures = f"{row['seconds']:9.4f} {row['ratio']:8.2f} {memory}"
+    figures = f"{row['seconds']:9.4f} {row['ratio']:8.2f} {row['memory'] / 1e6:8.0f}"
     print(f"{what:16} {row['way']:16} {figures}", flush=True)
 
 
 def total_of(rows: list[dict], first: float | None) -> dict:
     """Return the seconds of a model's matrices together, and the most memory that one took."""
     seconds = sum(row["count"] * row["seconds"] for row in rows)
-    memory = max((row["memory"] for row in rows if row["memory"] is not None), default=None)
+    memory = max(row["memory"] for row in rows)
     ratio = seconds / (first or seconds)
     return {"way": rows[0]["way"], "seconds": seconds, "ratio": ratio, "memory": memory}
 
@@ -160,8 +153,7 @@ def process_bytes(field: str) -> int:
 
 def print_machine(device: str) -> dict[str, str | int]:
     """Print what the figures are measured on, and return it."""
-    known = Path("/proc/cpuinfo")
-    text = known.read_text(encoding="utf-8") if known.exists() else ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     names = re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE)
     name = torch.cuda.get_device_name() if device == "cuda" else [*names, platform.machine()][0]
     threads = torch.get_num_threads()
@@ -175,7 +167,6 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["ace", "lean", "ace-refined", "lean-refined"])
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--heterogeneous", action="store_true", help="experts of unequal scale")
-    parser.add_argument("--stored", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--spectrum", choices=["low-rank", "slow"], default="low-rank")
     parser.add_argument("--rounds", type=int, default=3, help="0: a single one, not warmed up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -38,15 +38,13 @@ def make_config(size: str, **changes: int | bool) -> LlamaConfig:
     return LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **settings)
 
 
-def write_family(
-    folder: Path, size: str, experts: int, heterogeneous: bool, layers: int | None = None
-) -> list[Path]:
+def write_family(folder: Path, size: str, experts: int, heterogeneous: bool) -> list[Path]:
     """Write a base and its experts in bfloat16, sharded; return their folders, the base's first.
 
     Task vectors are of rank 16 plus noise, and in a heterogeneous family differ in scale by a
     factor of 30. A model that is there already is left alone.
     """
-    config = make_config(size, **({} if layers is None else {"num_hidden_layers": layers}))
+    config = make_config(size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     paths = [folder / "base", *(folder / f"expert{model + 1}" for model in range(experts))]
     for model, path in enumerate(paths):

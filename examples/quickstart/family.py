@@ -106,7 +106,7 @@ def train_family(folder: Path, steps: int | None = None) -> None:
         if (folder / language).exists():
             continue
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
         train(model, tokenizer, shortened(recipe, steps), language)
         save_model(model, tokenizer, folder / language)
 
