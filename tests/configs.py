@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +15,8 @@ from mergekit_ace.calibration.calibrate import CalibrateConfig
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.statistics import StatisticsConfig
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def check_merge_config(source: dict[str, Any]) -> None:

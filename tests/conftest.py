@@ -24,11 +24,11 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from example_modules import examples
 
 if TYPE_CHECKING:
     import torch  # for names alone: the process that only starts the workers need not wait for it
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
 # No calls home, and no sandbox, which root cannot have.
 BROWSER_FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
@@ -89,8 +89,21 @@ def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def example() -> Iterator[Callable[[str, str], ModuleType]]:
-    with examples() as load:
+    """Import modules of the examples, as `example(folder, module)`.
+
+    All of them are forgotten afterwards: several folders use the same names.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+
+        def load(folder: str, name: str) -> ModuleType:
+            patch.syspath_prepend(EXAMPLES / folder)
+            return importlib.import_module(name)
+
         yield load
+    for name, module in list(sys.modules.items()):
+        places = f"{vars(module).get('__file__')} {vars(module).get('__path__')}"
+        if str(EXAMPLES) in places:
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -80,6 +80,21 @@ def layouts(folder: Path, names: set[str]) -> dict[str, str]:
     return found
 
 
+def expected_layout(name: str, tensor: torch.Tensor, known: dict[str, str]) -> str:
+    """Return how the reference reads a tensor of files."""
+    of_experts = "experts" in name.split(".")
+    if of_experts and tensor.ndim == 2:  # of one expert, or biases of all
+        return "mean" if name.endswith("bias") else "matrix"
+    if tensor.ndim > 3:
+        return known.get(name, "mean")
+    if of_experts and tensor.ndim == 3:
+        return known.get(name, "stacked")
+    if tensor.ndim != 2 or len(tensor) == 1:
+        return "mean"
+    special = known.get(name, "matrix")
+    return "matrix" if special == "flattened" else special
+
+
 def compare(paths: list[str], merged: Path) -> str:
     """Return the first thing that is wrong with a result; empty where nothing is."""
     base, *experts = (load_file(f"{path}/model.safetensors") for path in paths)
@@ -94,14 +109,7 @@ def compare(paths: list[str], merged: Path) -> str:
             if not torch.equal(got[name], tensor):
                 return f"{name} is not the base's"
             continue
-        layout = "matrix" if tensor.ndim == 2 and len(tensor) > 1 else "mean"
-        if tensor.ndim == 3 and "experts" in name.split("."):
-            layout = "stacked"
-        if layout != "mean" or tensor.ndim > 3:
-            special = known.get(name, layout)
-            layout = special if special != "flattened" or tensor.ndim > 3 else layout
-        if tensor.ndim == 2 and "experts" in name.split("."):  # of one expert, or biases of all
-            layout = "mean" if name.endswith("bias") else "matrix"
+        layout = expected_layout(name, tensor, known)
         expected = naive_tensor(tensor, inputs, layout)
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
         error = task_vector_error(got[name], expected, tensor)
@@ -110,8 +118,31 @@ def compare(paths: list[str], merged: Path) -> str:
     return ""
 
 
+def faults(kind: type, path: str | Path) -> dict[str, list[str]]:
+    """Load a model; return what transformers misses in it, or does not know."""
+    _, info = kind.from_pretrained(path, output_loading_info=True)
+    return {what: sorted(map(str, names)) for what, names in info.items()}
+
+
+def merge_outcome(kind: type, paths: list[str], folder: Path) -> tuple[str, str]:
+    """Merge a saved family into a folder; what came of it, and why."""
+    config, out = folder / "merge.yml", folder / "merged"
+    config.write_text(yaml.safe_dump(ace_config(paths)))
+    answer = CliRunner().invoke(mergekit_ace, ["merge", str(config), str(out), "--quiet"])
+    if answer.exit_code == 0:
+        try:
+            same = faults(kind, out) == faults(kind, paths[0])
+            wrong = compare(paths, out) if same else "transformers loads it otherwise"
+        except Exception as error:
+            wrong = f"the result does not load: {error}"
+        return ("works", "") if not wrong else ("WRONG", wrong)
+    written = out.exists() and any(out.glob("*.safetensors"))
+    text = answer.output.replace(str(folder), "") or repr(answer.exception)
+    return ("FAILED" if written or answer.exit_code > 1 else "refused"), text
+
+
 def outcome(model_type: str, name: str) -> tuple[str, str]:
-    """Merge a family of a class; what came of it, and why."""
+    """Build a family of a class and merge it; what came of it, and why."""
     try:
         with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
             if tiny_model(name, model_type).num_parameters() > LARGEST:
@@ -125,21 +156,7 @@ def outcome(model_type: str, name: str) -> tuple[str, str]:
             type(model).from_pretrained(paths[0])
         except Exception as error:
             return "not built", f"transformers does not load what it saves: {error}"
-        config, out = Path(folder, "merge.yml"), Path(folder, "merged")
-        config.write_text(yaml.safe_dump(ace_config(paths)))
-        for flags, result in (((), "works"), (("--unplanned", "merge"), "`--unplanned merge`")):
-            arguments = ["merge", str(config), str(out), "--quiet", *flags]
-            answer = CliRunner().invoke(mergekit_ace, arguments)
-            if answer.exit_code == 0:
-                try:
-                    type(model).from_pretrained(out)
-                    wrong = compare(paths, out)
-                except Exception as error:
-                    wrong = f"the result does not load: {error}"
-                return (result, "") if not wrong else ("WRONG", wrong)
-        written = out.exists() and any(out.glob("*.safetensors"))
-        text = answer.output.replace(folder, "") or repr(answer.exception)
-        return ("FAILED" if written or answer.exit_code > 1 else "refused"), text
+        return merge_outcome(type(model), paths, Path(folder))
 
 
 def write_page(page: Path, rows: list[tuple[str, str, str, str]]) -> None:

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
     r"image_size|img_size|input_size": 28,
     r"patch_size": 14,
     r"spatial_merge_size|temporal_patch_size|spatial_patch_size": None,
-    r"(.*_)?num_(hidden_)?layers|n_layers?|depth|.*_layers|num_blocks": 4,
+    r"(.*_)?num_(hidden_)?layers|n_layers?|depth|.*_layers|num_blocks": "layers",
     r"qk_rope_head_dim|.*rotary_dim": 4,
     r".*head_dim|head_size|d_kv|kv_channels|attention_head_size|.*_head_size|.*d_head": 8,
     r"(.*_)?(num|n)_(.*_)?(key_value|kv)_(.*)?heads|num_kv_heads|linear_num_key_heads": 2,
@@ -38,26 +38,17 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def tiny_model(name: str, model_type: str) -> PreTrainedModel:
-    """Build a model of a class.
-
-    Args:
-        name: of the class.
-        model_type: of its config.
-    """
+def tiny_model(name: str, model_type: str, layers: int = 4) -> PreTrainedModel:
+    """Build a model of a class by its name, and the model type of its config."""
     kind = getattr(transformers, name)
     known = kind.config_class
-    config = tiny_config(known if hasattr(known, "model_type") else CONFIG_MAPPING[model_type])
+    known = known if hasattr(known, "model_type") else CONFIG_MAPPING[model_type]
     torch.manual_seed(0)
-    return kind(config).eval()
+    return kind(tiny_config(known, layers)).eval()
 
 
-def tiny_config(kind: type[PreTrainedConfig], **more: Any) -> PreTrainedConfig:
+def tiny_config(kind: type[PreTrainedConfig], layers: int) -> PreTrainedConfig:
     """Return a config of small sizes."""
-    return kind(**{**_small(kind), **OWN.get(kind.model_type, {}), **more})
-
-
-def _small(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     default = kind()
     small: dict[str, Any] = {}
     for name in (field.name for field in fields(kind)):
@@ -65,15 +56,16 @@ def _small(kind: type[PreTrainedConfig]) -> dict[str, Any]:
         if value is None and name in ("head_dim", "num_key_value_heads"):
             value = 1000
         if isinstance(value, PreTrainedConfig):
-            small[name] = tiny_config(type(value)).to_dict()
+            small[name] = tiny_config(type(value), layers).to_dict()
         elif name.endswith(("_token_id", "_token_index")):
             if isinstance(value, int):
                 small[name] = 1 + len(small) % 60
         elif isinstance(value, int) and not isinstance(value, bool):
             size = next((s for pattern, s in SIZES.items() if re.fullmatch(pattern, name)), None)
+            size = layers if size == "layers" else size
             if size is not None:
                 small[name] = min(value, size) if value > 0 else value
-    return small
+    return kind(**small | OWN.get(kind.model_type, {}))
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
