@@ -145,7 +145,11 @@ def check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Findin
         return
     faults = (
         ("lacks", found.lacking, known.lacking),
-        ("has no place for", planned - found.placed, stored - known.placed),
+        (
+            "has no place for",
+            planned - found.memory.keys() - found.converted,
+            stored - known.memory.keys() - known.converted,
+        ),
     )
     for what, names, excused in faults:
         templates = {without_numbers(name) for name in excused}  # of any layer

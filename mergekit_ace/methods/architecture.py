@@ -269,11 +269,6 @@ class StoredNames:
     vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
 
     @property
-    def placed(self) -> set[str]:
-        """Names in files that transformers loads."""
-        return {*self.memory, *self.converted}
-
-    @property
     def needed(self) -> set[str]:
         """Names in files without which a model is not whole."""
         whole = {name for name, target in self.memory.items() if target not in self.ties}
@@ -282,8 +277,8 @@ class StoredNames:
     @property
     def inferred(self) -> bool:
         """Whether mergekit infers the same: it goes by names in memory, and embeddings."""
-        same = all(name == known for name, known in self.memory.items())
-        return same and not self.converted and bool(self.vocabulary)
+        same = all(name == known for name, known in self.memory.items()) and not self.converted
+        return same and bool(self.vocabulary)
 
 
 def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
@@ -447,10 +442,7 @@ def _architecture_by_files(
 
 
 def _describe(
-    name: str,
-    names: StoredNames | None,
-    text_names: Sequence[Mapping[str, str]],
-    optional: bool,
+    name: str, names: StoredNames | None, text_names: Sequence[Mapping[str, str]], optional: bool
 ) -> WeightInfo:
     memory = names.memory.get(name, name) if names else name
     text = _TEXT_PART.sub("", memory, count=1)
