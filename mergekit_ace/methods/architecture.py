@@ -224,9 +224,9 @@ def check_shapes(
         )
 
 
-def _vocabulary_size(model: ModelReference) -> int | None:
+def _vocabulary_size(model: Any) -> int | None:
     try:
-        config: Any = model.config(trust_remote_code=LoaderCache().trust_remote_code)
+        config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
         return config.get_text_config().vocab_size
     except Exception:  # no config, no vocabulary: a bare tensor file
         return None
