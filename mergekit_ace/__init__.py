@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ACE-Merging for mergekit.
 
-mergekit looks for no plug-ins. `mergekit_ace.pth` imports this package at the start of every Python
-process; the finder at the end of this file then registers our merge methods as soon as mergekit is
-imported. So this file is all that such a start may cost, and nothing in it may fail: everything
-else, the names below too, is loaded on first use.
+`mergekit_ace.pth` imports this file at the start of every Python process; the finder at its end
+registers our merge methods once mergekit is imported. So nothing here may fail or cost time.
 """
 
 import sys
@@ -33,7 +31,7 @@ _HOMES = {
     "register": "plugin",
 }
 
-TYPE_CHECKING = False  # typing itself would cost every Python process its import
+TYPE_CHECKING = False  # without the import of typing, which costs every Python process time
 if TYPE_CHECKING:
     from mergekit_ace.algebra.ace import AceOptions, merge_matrix, merge_tensor
     from mergekit_ace.algebra.task_vectors import IllConditionedError, MatrixRecord, TensorRecord
@@ -59,7 +57,7 @@ def _register():
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Not the warnings module: under -W error it would raise into somebody else's import.
+        # no warning: under -W error it would raise into somebody else's import
         try:
             message = " ".join(f"{type(error).__name__}: {error}".split())
             sys.stderr.write(f"mergekit-ace: warning: merge methods not registered: {message}\n")
@@ -67,25 +65,16 @@ def _register():
             pass
 
 
-class _RegisteringLoader:
-    """Stands in for the host's loader until the host has been executed.
+def _register_after(loader):
+    """Let a loader, once it has executed the host, register our methods."""
+    execute = loader.exec_module
 
-    It does not inherit from Loader, whose module would have to be imported.
-    """
-
-    def __init__(self, loader):
-        self._loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-
-    def create_module(self, spec):
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module):
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module):
+        del loader.exec_module
+        execute(module)
         _register()
+
+    loader.exec_module = exec_module
 
 
 _HOST = "mergekit.merge_methods"
@@ -107,7 +96,7 @@ class _HostFinder:
                     spec = finder.find_spec(fullname, path, target)
                 if spec is not None:
                     if hasattr(spec.loader, "exec_module"):
-                        spec.loader = _RegisteringLoader(spec.loader)  # pyright: ignore
+                        _register_after(spec.loader)
                     return spec
             return None
         finally:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,6 +14,7 @@ import click
 from pydantic import BaseModel, ValidationError
 
 import mergekit_ace
+from mergekit_ace.naming import ConfigError
 
 if TYPE_CHECKING:
     from mergekit.options import MergeOptions
@@ -40,13 +40,6 @@ KINDS = {
     "statistics": "measure",
     "train": "task",
 }
-# Old spellings, which still work: they are left out of the command line, with this advice.
-OLD_SPELLINGS = {
-    "--resume": "merges go on anyway",
-    "--json": "no JSON is printed any more; the exit status tells",
-    "--out": "write OUT as the last argument",
-    "-o": "write OUT as the last argument",
-}
 
 
 class Command(click.Command):
@@ -66,11 +59,6 @@ class Command(click.Command):
             known = mergekit_flags()
             self.params += [known[name] for name in (known if self._flags is None else self._flags)]
             self._flags = ()
-        if {"--resume", "--overwrite"} <= {*args}:
-            raise click.UsageError("--resume keeps what --overwrite drops; give one of them")
-        for old in [arg for arg in args if arg in OLD_SPELLINGS]:
-            args.remove(old)
-            click.echo(f"{old} will be gone in the next version: {OLD_SPELLINGS[old]}", err=True)
         with failures():
             return super().make_context(info_name, args, *rest, **more)
 
@@ -95,12 +83,6 @@ def failures() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-class CommandGroup(click.Group):
-    """All commands."""
-
-    command_class = Command
-
-
 class ConfigFile(click.Path):
     """A YAML file of the kind that a command takes; another kind is told as such."""
 
@@ -114,32 +96,17 @@ class ConfigFile(click.Path):
         path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         try:
             documents = [one for one in yaml.safe_load_all(path.read_text("utf-8")) if one]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            found = next((kind for kind, key in KINDS.items() if key in documents[0]), None)
+        except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
             return path  # the command says what is wrong
-        if not documents or not all(isinstance(one, dict) for one in documents):
-            return path
-        found = next((kind for kind, key in KINDS.items() if key in documents[0]), None)
         what = f"a {found} config"
         if len(documents) > 1:
             found, what = "", "a file of several merge configs, which mergekit-multi takes"
         if found is not None and found not in self._kinds:
             command, wanted = ctx.info_name if ctx else "this command", self._kinds[0]
             takes = f"{command} takes a {wanted} config, with a line `{KINDS[wanted]}:`"
-            raise click.ClickException(f"{path} is {what}; {takes}")
+            raise ConfigError(f"{path} is {what}; {takes}")
         return path
-
-
-class ShardSize(click.ParamType):
-    """Bytes of a file of the result, as mergekit writes them: `5B` for 5 GB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"0*([1-9][0-9]*)([KMB]?)", str(value), re.ASCII | re.IGNORECASE)
-        if match is None:
-            message = f"{value!r} is no size; give a whole number of bytes above 0, such as 5B"
-            self.fail(message, param, ctx)
-        return int(match[1]) * 1000 ** " KMB".index(match[2].upper() or " ")
 
 
 # What several commands share.
@@ -151,25 +118,21 @@ QUIET = click.option("--quiet", is_flag=True, help="No progress bars.")
 @lru_cache(maxsize=1)
 def mergekit_flags() -> dict[str, click.Option]:
     """Return the options of `mergekit-yaml` by name."""
+    from mergekit.common import parse_kmb
     from mergekit.options import add_merge_options
 
     command = click.command()(add_merge_options(lambda merge_options: merge_options))
     options = {str(one.name): one for one in command.params if isinstance(one, click.Option)}
-    options["out_shard_size"].type = ShardSize()
-    options["out_shard_size"].help = "Bytes of a file of the result, such as 2B for 2 GB"
-    dtypes = ("bfloat16", "float16", "float32", "float64")
-    options["lora_merge_dtype"].type = click.Choice(dtypes)
+    size = options["out_shard_size"]
+    size.type, size.metavar = click.types.convert_type(parse_kmb), "SIZE"  # names a wrong option
+    options["lora_merge_dtype"].type = click.Choice(["bfloat16", "float16", "float32", "float64"])
     for name in ONE_PROCESS_FLAGS:
         options[name].hidden = True
     return options
 
 
 def take_options(values: dict[str, Any], *, here: bool = True, **others: Any) -> MergeOptions:
-    """Take mergekit's options out of the values of a command line.
-
-    Raises:
-        ValueError: this process is to compute (`here`), and cannot on the device asked for.
-    """
+    """Take mergekit's options out of a command line; raise if `here` is not the device for it."""
     from mergekit.options import MergeOptions
 
     from mergekit_ace.methods.base import check_device
@@ -221,13 +184,15 @@ def run_options(*kinds: str, out: Any = OUT) -> Callable[[Callable[..., None]], 
 
 
 @click.group(
-    cls=CommandGroup,
     context_settings=HELP,
     epilog="\b\nExample:\n  mergekit-ace check ace.yml && mergekit-ace merge ace.yml out/",
 )
 @click.version_option(mergekit_ace.__version__, package_name="mergekit-ace")
 def main() -> None:
     """Check, run, explain and improve merges; `mergekit-yaml` knows the methods, too."""
+
+
+main.command_class = Command
 
 
 @main.command(example="train train.yml learned/")
@@ -325,21 +290,16 @@ def search(config: Path, out: Path, **given: Any) -> None:
 @OUT
 @click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
 @click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True,
     help="Processes that compute shards, with --cuda on a GPU each; or tasks in the Ray cluster.",
-)
+)  # fmt: skip
 @click.option("--ray", metavar="ADDRESS", help="Use a Ray cluster; auto: the one at hand.")
 @click.option(
-    "--unplanned",
-    type=click.Choice(["base", "merge", "error"]),
-    default="error",
-    show_default=True,
-    help="Tensors that mergekit leaves out: copy the base's, merge them, or stop.",
-)
+    "--unplanned", type=click.Choice(["base", "merge", "error"]), default="error",
+    show_default=True, help="Tensors that mergekit leaves out: copy the base's, merge, or stop.",
+)  # fmt: skip
 @click.option("--no-check", is_flag=True, help="Merge in spite of what `check` would say.")
+@click.option("--resume", is_flag=True, hidden=True, expose_value=False)  # as it does anyway
 @click.option("--try", "prompt", metavar="PROMPT", help="Let base and result continue a text.")
 def merge(config: Path, out: Path, overwrite: bool, **given: Any) -> None:
     """Merge as `mergekit-yaml` does, but restartable, in parallel.
@@ -438,12 +398,9 @@ def report(lines: Path, out: Path) -> None:
 @main.command(example="card out/ --report lines.jsonl")
 @click.argument("out", type=click.Path(exists=True, path_type=Path))
 @click.option(
-    "--report",
-    "lines",
-    metavar="LINES",
-    type=FILE,
+    "--report", "lines", metavar="LINES", type=FILE,
     help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
-)
+)  # fmt: skip
 @click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")
 @QUIET
 def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
@@ -473,25 +430,20 @@ def methods(name: str | None, markdown: bool) -> None:
 
 
 def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
-    """Read a YAML file as `model`, with `trust_remote_code` out of the values `given` in its place.
-
-    Raises:
-        ConfigError, click.ClickException: it is no YAML, or nothing that `model` allows.
-    """
+    """Read a YAML file as `model`, with `trust_remote_code` out of the values `given`."""
     from mergekit_ace.planning import explain_validation, read_yaml
 
     content, _ = read_yaml(path)
     trusted = given.pop("trust_remote_code")
     if isinstance(content, dict):
         if "trust_remote_code" in content:
-            message = "trust_remote_code is no setting; give --trust-remote-code"
-            raise click.ClickException(f"{path}: {message}")
+            raise ConfigError(f"{path}: trust_remote_code is no setting; give --trust-remote-code")
         content |= {"trust_remote_code": True} if trusted else {}
     try:
         return model.model_validate(content)
     except ValidationError as error:
         lines = (f"    {line}" for line in explain_validation(error, content))
-        raise click.ClickException("\n".join([f"{path}:", *lines])) from error
+        raise ConfigError("\n".join([f"{path}:", *lines])) from error
 
 
 if __name__ == "__main__":

@@ -70,20 +70,15 @@ def layer_of(name: str) -> int | None:
 
 def stack_size(name: str, names: Iterable[str]) -> int:
     """Return how many layers the stack of a tensor has, by all names; 0 outside of stacks."""
-    return _stack_sizes(names).get(_stack_of(name), 0)
-
-
-def _stack_of(name: str) -> str | None:
     match = _BLOCK.match(name)
-    return match["stack"] or "" if match else None
+    return _stack_sizes(names).get(match["stack"], 0) if match else 0
 
 
 def _stack_sizes(names: Iterable[str]) -> dict[str | None, int]:
     sizes: dict[str | None, int] = {}
-    for name in names:
-        layer = layer_of(name)
-        if layer is not None:
-            sizes[_stack_of(name)] = max(sizes.get(_stack_of(name), 0), layer + 1)
+    for match in filter(None, map(_BLOCK.match, names)):
+        stack, layer = match["stack"], int(match["number"])
+        sizes[stack] = max(sizes.get(stack, 0), layer + 1)
     return sizes
 
 
@@ -91,17 +86,16 @@ def relative_depths(names: Iterable[str]) -> dict[str, float]:
     """Return the relative depth of every tensor, from 0 (the input) to 1 (the output).
 
     Block b of a stack of B blocks, counted from 0, stands at (b + 1) / (B + 1); embeddings at 0,
-    and whatever else is outside of the stacks (final norms, heads) at 1. Networks of different
-    depth share this scale, so that coefficients can be carried from one to the other.
+    and whatever else is outside of the stacks (final norms, heads) at 1.
     """
     names = list(names)
     sizes, depths = _stack_sizes(names), {}
     for name in names:
-        layer = layer_of(name)
-        if layer is None:
-            depths[name] = 0.0 if _INPUT.search(name) else 1.0
+        match = _BLOCK.match(name)
+        if match:
+            depths[name] = (int(match["number"]) + 1) / (sizes[match["stack"]] + 1)
         else:
-            depths[name] = (layer + 1) / (sizes[_stack_of(name)] + 1)
+            depths[name] = 0.0 if _INPUT.search(name) else 1.0
     return depths
 
 

@@ -41,13 +41,7 @@ def our_methods(listed: Iterable[str] = METHODS) -> tuple[MergeMethod, ...]:
 def register(listed: Sequence[str] = METHODS) -> None:
     """Make our merge methods available by name in mergekit; again is the same as once.
 
-    A name that another method has taken is left to it, with a warning; the others are registered.
-
-    Args:
-        listed: module and class of each, see `METHODS`.
-
-    Raises:
-        RuntimeError: the installed mergekit is not one that we work with.
+    A name that another method has taken is left to it, with a warning.
     """
     installed = version("mergekit")
     if not (0, 1, 5) <= tuple(map(int, re.findall(r"\d+", installed)[:3])) < (0, 2):

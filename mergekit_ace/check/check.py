@@ -3,74 +3,83 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
+from mergekit.architecture.base import ConfiguredModelArchitecture
+from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from mergekit_ace.adapters.merge import MergeProducts
-from mergekit_ace.check.loading import (
-    Treatment,
-    check_labels,
-    check_model_files,
-    check_whole,
-    treat_unplanned,
-)
 from mergekit_ace.check.models import (
+    CHECKS,
     check_adapters,
-    check_checkpoints,
-    check_padding,
     check_tensors,
     planned_headers,
     safetensors_dtype,
 )
-from mergekit_ace.files.checkpoints import item_size
-from mergekit_ace.files.models import Checkpoint, Checkpoints, headers_only, read_checkpoint
+from mergekit_ace.files.checkpoints import TensorHeader, item_size
+from mergekit_ace.files.models import (
+    GENERATION,
+    Checkpoint,
+    Checkpoints,
+    config_donor,
+    headers_only,
+    lost_model_files,
+    read_checkpoint,
+)
 from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
+from mergekit_ace.methods.architecture import (
+    BUFFER,
+    BY_FILES,
+    build_empty,
+    model_names,
+    names_of,
+    read_names,
+)
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
-from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
-from mergekit_ace.planning import PlannedMerge, plan_merge, read_merge_config, read_yaml
+from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed, without_numbers
+from mergekit_ace.planning import (
+    PlannedMerge,
+    UnplannedTensor,
+    layer_lists,
+    plan_merge,
+    read_merge_config,
+    read_yaml,
+)
 
+Treatment = Literal["base", "merge", "error"]
+_VOCABULARY = re.compile(r"embed|head|wte")
 MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 
 
 @dataclass(frozen=True)
 class MergeEstimate:
-    """What a merge takes, if all experts have changed all tensors and all of them are refined.
+    """What a merge takes, if all experts have changed all tensors and all of them are refined."""
 
-    Attributes:
-        operations: floating-point operations.
-        memory: bytes of the process at its largest, about; without what the system caches of files.
-        device_memory: bytes on the accelerator; None without one.
-        read, written: bytes.
-    """
-
-    operations: float
-    memory: int
-    device_memory: int | None
-    read: int
+    operations: float  # of floating-point numbers
+    memory: int  # bytes of the process at its largest, about; without what the system caches
+    device_memory: int | None  # bytes on the accelerator; None without one
+    read: int  # bytes
     written: int
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of a check.
+    """Result of a check: findings, errors first; an estimate, if there is a plan; models."""
 
-    Attributes:
-        findings: errors first.
-        estimate: what the merge takes; None where no plan was possible.
-        models: lines on the method and the models.
-    """
-
-    findings: tuple[Finding, ...]
+    findings: Sequence[Finding]
     estimate: MergeEstimate | None = None
-    models: tuple[str, ...] = ()
+    models: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -115,7 +124,7 @@ def check_merge(
     except ConfigError as error:
         with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
             findings += check_keys(read_yaml(path)[0])
-        return Preflight((Finding.error(str(error)), *findings))
+        return Preflight([Finding.error(str(error)), *findings])
     findings += check_config(config, source)
     checkpoints: dict[ModelReference, Checkpoint] = {}
     plan = estimate = None
@@ -127,52 +136,58 @@ def check_merge(
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
-        findings += check_checkpoints(checkpoints, config)
-        with headers_only(list(checkpoints.values())):
+        for find_mistakes in CHECKS:
             try:
-                plan = plan_merge(config, source, options, checkpoints=checkpoints)
-                extra, told = treat_unplanned(plan, checkpoints, unplanned or "error")
-                if extra:
-                    plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
-                told += check_labels(plan, unplanned or "error")
-                if all(finding.level != "error" for finding in told):
-                    told += check_whole(plan, checkpoints)
-            except Exception as error:  # mergekit raises whatever its parts do
-                text = str(error) or type(error).__name__
-                if isinstance(error, KeyError):  # mergekit looks a module up
-                    text = f"the architecture has no part {text}; most have one, called `default`"
-                told = [Finding.error(text)]
+                findings += find_mistakes(checkpoints, config)
+            except FileError as error:
+                findings.append(Finding.error(str(error)))
+        plan, told = _plan(config, source, options, checkpoints, unplanned or "error")
         findings += told
+    lines = list(_model_lines(config, checkpoints))
     if plan is not None:
         estimate = estimate_merge(plan, checkpoints)
         findings += check_tensors(plan.tensors, checkpoints)
-        findings += check_padding(plan, checkpoints)
         # without copies, which know nothing of the method's parameters
         own = {t.name: plan.saves[t.name] for t in plan.tensors if t.method is plan.method}
         findings += check_settings(replace(plan, saves=own))
         if unplanned is None:
-            findings += _check_mergekit_yaml(plan, estimate, out or Path("."))
-    findings.sort(key=lambda finding: finding.level != "error")
-    lines = list(_model_lines(config, checkpoints))
-    if plan is not None:
+            findings += _check_mergekit_yaml(plan)
+            findings += _check_disk(estimate, out or Path("."))
         method = plan.method
         known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
         lines.insert(0, f"method  {known or config.merge_method}")
-    return Preflight(tuple(findings), estimate, tuple(lines))
+    findings.sort(key=lambda finding: finding.level != "error")
+    return Preflight(findings, estimate, lines)
 
 
-def _check_mergekit_yaml(
-    plan: PlannedMerge, estimate: MergeEstimate, out: Path
-) -> Iterator[Finding]:
-    """Find what `mergekit-yaml` fails over at its end, rounds, or leaves out."""
-    for model in sorted(plan.config.referenced_models(), key=str):
-        path = model.model.path
-        if path.count("/") < 2 and not path.startswith(("/", ".")) and Path(path).is_dir():
-            yield Finding.warning(
-                f"{path} is a folder here, but might be a model on the Hub: mergekit-yaml asks "
-                "there in the end, and fails without a network",
-                f"write ./{path}, or merge by mergekit-ace merge",
-            )
+def _plan(
+    config: MergeConfiguration,
+    source: str,
+    options: MergeOptions,
+    checkpoints: Checkpoints,
+    treatment: Treatment,
+) -> tuple[PlannedMerge | None, list[Finding]]:
+    """Plan a merge from headers; return also what is said of it, instead of a plan if need be."""
+    with headers_only(list(checkpoints.values())):
+        try:
+            plan = plan_merge(config, source, options, checkpoints=checkpoints)
+            extra, findings = treat_unplanned(plan, checkpoints, treatment)
+            if extra:
+                plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
+            findings += check_labels(plan, treatment)
+            if all(finding.level != "error" for finding in findings):
+                findings += _check_whole(plan, checkpoints)
+            return plan, findings
+        except Exception as error:  # mergekit raises whatever its parts do
+            text = str(error) or type(error).__name__
+            if isinstance(error, KeyError):  # mergekit looks a module up
+                text = f"the architecture has no part {text}; most have one, called `default`"
+            return None, [Finding.error(text)]
+
+
+def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
+    """Find what `mergekit-yaml` fails over, merges otherwise, or leaves out of the result."""
+    config, donor, trust = plan.config, config_donor(plan.config), plan.options.trust_remote_code
     weights = [tensor.task.output_weight for tensor in plan.tensors]
     kept = [w.name for w in weights if w.force_dtype and safetensors_dtype(w.force_dtype)]
     if kept:
@@ -181,7 +196,33 @@ def _check_mergekit_yaml(
             f"the others: {listed(kept)}",
             "merge by mergekit-ace merge, which leaves them in it",
         )
-    yield from check_model_files(plan)
+    if plan.architecture.expected_model_type == BY_FILES:
+        yield Finding.warning(
+            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, "
+            "leaves tensors out, or writes other names than these have",
+            "merge by `mergekit-ace merge`, which goes by the names of the tensors",
+        )
+    settings = donor.config(trust_remote_code=trust).get_text_config()
+    for name, entries in layer_lists(config, trust).items():
+        if len(entries) != len(getattr(settings, name, entries)):
+            yield Finding.error(
+                f"the result has {len(entries)} layers, and its config.json would have "
+                f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
+                "mergekit-yaml fails at its very end",
+                "merge by `mergekit-ace merge`, which writes those of the slices",
+            )
+    lost = lost_model_files(config, tuple(plan.architecture.tagalong_files or ()))
+    if lost:
+        end = ", so that it may not know all tokens that end a text" if GENERATION in lost else ""
+        yield Finding.warning(
+            f"mergekit-yaml leaves {', '.join(sorted(lost))} of {next(iter(lost.values()))} out of "
+            f"the result{end}",
+            "add what is missing with `mergekit-ace card OUT` afterwards; `mergekit-ace merge` "
+            "copies it itself",
+        )
+
+
+def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
     place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
     free, wanted = shutil.disk_usage(place).free, int(MARGIN * estimate.written)
     if free < wanted:
@@ -191,40 +232,189 @@ def _check_mergekit_yaml(
         )
 
 
+def treat_unplanned(
+    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
+) -> tuple[list[UnplannedTensor], list[Finding]]:
+    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
+
+    mergekit leaves out, without a word, vision towers, heads that predict several tokens, norms of
+    new architectures, and all of ViT's encoder under the names that it has on the Hub.
+
+    Return what is to be planned beside mergekit's plan, and what is to be said: `treatment` is to
+    copy all of it from the model whose config the result has, or to merge what all models have.
+    """
+    donor = checkpoints[config_donor(plan.config)]
+    names = model_names(donor.model)
+    ties = names.ties if names else {}
+    lost = {model: _lost_names(one, plan, [*ties]) for model, one in checkpoints.items()}
+    own = lost[donor.model]
+    foreign = {model: [n for n in names if n not in own] for model, names in lost.items()}
+    findings = []
+    if own and treatment == "error":
+        findings.append(
+            Finding.error(
+                f"mergekit plans no merge of {_explain({donor.model: own})}; the result would lack "
+                "them",
+                "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned "
+                f"base` copies them from {donor.model}. Or save the models under the names that "
+                "they have in memory (save_pretrained(…, save_original_format=False))",
+            )
+        )
+    if any(foreign.values()):
+        findings.append(
+            Finding.warning(
+                f"{donor.model} has no tensors of these names, so the result lacks "
+                f"{_explain(foreign)}",
+                f"save all models in the same way as {donor.model}, with one version of "
+                "transformers, or without them if they are of no use",
+            )
+        )
+    if treatment == "error":
+        return [], findings
+    models = plan.tensors[0].task.model_order
+    embeddings = [t.weights[donor.model] for t in plan.tensors if donor.model in t.weights]
+    embeddings = [donor.source(weight) for weight in embeddings if weight.vocabulary_axis == 0]
+    rows = {header.shape[0] for header in embeddings if header}
+    extra, partial = [], []
+    for name in own:
+        header = donor.headers.get(name)
+        common = all(name in checkpoints[model].index.tensor_paths for model in models)
+        merged = treatment == "merge" and common and _is_floating(header)
+        of_tokens = header is not None and header.shape[:1] and header.shape[0] in rows
+        vocabulary = bool(of_tokens and _VOCABULARY.search(name))
+        extra.append(
+            UnplannedTensor(name, models if merged else (donor.model,), merged, vocabulary)
+        )
+        partial += [] if common else [name]
+    if partial and treatment == "merge":
+        text = f"not all models have {_explain({donor.model: partial})}; copied from there"
+        findings.append(Finding.warning(text))
+    return extra, findings
+
+
+def check_labels(plan: PlannedMerge, treatment: Treatment) -> Iterator[Finding]:
+    """Find heads that the base has for another number of labels than an expert."""
+    if plan.heads and treatment != "base":
+        yield Finding.error(
+            "the models have different numbers of labels, so that "
+            f"{listed(plan.heads)} cannot be merged",
+            f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}; or "
+            "replace the models by some with the same labels",
+        )
+
+
+def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find tensors that the config of the result asks for, or has no place for, before they are.
+
+    What the model that gives its config lacks, or has too many of, the result may as well.
+    """
+    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
+    stored, known = set(donor.index.tensor_paths), model_names(donor.model)
+    planned = {tensor.name for tensor in plan.tensors if planned_headers(tensor, checkpoints)}
+    if known is None or (planned == stored and not plan.config.slices):
+        return
+    try:
+        network = build_empty(copy.deepcopy(plan.out_config), trust_remote_code=trust)
+        names = read_names(network, planned)
+    except Exception:  # whatever a config or a model's constructor raises
+        return
+    foreign = planned - names.memory.keys() - names.converted
+    excused = stored - known.memory.keys() - known.converted
+    for what, faults, same in (
+        ("lacks", names.lacking, known.lacking),
+        ("has no place for", foreign, excused),
+    ):
+        templates = {without_numbers(name) for name in same}  # of any layer
+        if new := sorted(name for name in faults if without_numbers(name) not in templates):
+            yield Finding.error(
+                f"the result {what} {len(new)} tensors by its config, which is that of "
+                f"{donor.model}: {listed(new)}",
+                "see what `slices:` and `modules:` of the config leave out, and what "
+                "`mergekit-ace merge --unplanned` carries over",
+            )
+
+
+def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str]) -> list[str]:
+    """Return the tensors of a checkpoint that mergekit neither knows, nor packs into what it plans.
+
+    It knows all weights of the architecture, also of layers that are not merged. `ties` are names
+    in memory of what is tied to something else.
+    """
+    model, stored = checkpoint.model, checkpoint.index.tensor_paths
+    config = model.config(trust_remote_code=plan.options.trust_remote_code)
+    planned = [t.weights[model] for t in plan.tensors if model in t.weights]
+    try:
+        architecture = ConfiguredModelArchitecture(info=plan.architecture, config=config)
+        known = architecture.all_weights()
+    except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
+        known = []
+    names = {name for weight in (*known, *planned) for name in names_of(weight)}
+    packed = {name for w in planned if not names_of(w) & stored.keys() for name in names_of(w)}
+    kind = checkpoint.config.get("model_type")
+    transforms = get_checkpoint_conversion_mapping(kind) if packed and kind else None
+    return [
+        name
+        for name in stored
+        if name not in names
+        and not _conversions(name, transforms or ()) & packed
+        and not any(name.endswith(key) or key.endswith(name) for key in ties)
+        and not BUFFER.search(name)
+        and _is_floating(checkpoint.headers.get(name))
+    ]
+
+
+def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
+    """Return the names in memory that mergekit makes of a stored tensor, or of parts like it."""
+    names = {name}
+    for transform in transforms:
+        for known in tuple(names):
+            renamed, pattern = transform.rename_source_key(known)
+            if pattern is not None:
+                names |= {renamed, *_expanded_target_keys(renamed, transform.target_patterns)}
+    return names
+
+
+def _is_floating(header: TensorHeader | None) -> bool:
+    return header is None or header.dtype.startswith(("F", "BF"))
+
+
+def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
+    """Return which tensors are meant, of which models."""
+    tensors = sorted({name for own in names.values() for name in own})
+    count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
+    models = [str(model) for model, own in names.items() if own]
+    return f"{count} of {listed(models)} ({listed(tensors)})"
+
+
 def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
     """Return what a merge takes, from the shapes of its tensors."""
-    on_device = plan.options.device not in (None, "cpu")
+    config, on_device = plan.config, plan.options.device not in (None, "cpu")
     operations, read, written = 0.0, 0, 0
-    peak = held = device = 0  # bytes: at the most, in the shard that is not written yet
-    # as mergekit's executor sorts them
-    for tensor in sorted(plan.tensors, key=lambda tensor: tensor.name):
+    most = most_on_device = 0  # bytes of one tensor
+    for tensor in plan.tensors:
         headers = planned_headers(tensor, checkpoints)
         header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
         if header is None:
             continue
-        method, work = tensor.method, sweep(header.shape, max(1, len(headers) - 1))
-        if tensor.base and isinstance(tensor.task, MergeProducts):  # only the base's is read
-            headers, work = {tensor.base: header}, sweep(header.shape, 1)
-        elif isinstance(method, TaskVectorMethod):
-            settings = tensor.settings
+        method, settings = tensor.method, tensor.settings
+        work = sweep(header.shape, max(1, len(headers) - 1))
+        if isinstance(method, TaskVectorMethod):
             if method.layouts:
                 settings = replace(settings, layout=method.layout(settings, len(header.shape)))
             weights = zip(settings.experts, settings.weights, strict=True)
             experts = sum(weight != 0 for model, weight in weights if model in headers)
             work = method.work(settings, header.shape, experts)
-        merged_in = safetensors_dtype(plan.config.dtype) or header.dtype
-        written_in = safetensors_dtype(plan.config.out_dtype) or merged_in
-        output = header.entries * item_size(written_in)
+        merged_in = safetensors_dtype(config.dtype) or header.dtype
+        output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
         working = work.working + 4 * header.entries  # with the result in float32
-        held = 0 if held + output > plan.options.out_shard_size else held
-        peak = max(peak, held + inputs + output + (0 if on_device else working))
-        held += output
-        device = max(device, inputs + working)
+        most = max(most, inputs + output + (0 if on_device else working))
+        most_on_device = max(most_on_device, inputs + working)
         operations += work.operations
         read += sum(one.bytes for one in headers.values())
         written += output
-    return MergeEstimate(operations, PROCESS + peak, device if on_device else None, read, written)
+    memory = PROCESS + most + min(written, plan.options.out_shard_size)  # one shard is held
+    return MergeEstimate(operations, memory, most_on_device if on_device else None, read, written)
 
 
 def _model_lines(config: MergeConfiguration, checkpoints: Checkpoints) -> Iterator[str]:

@@ -13,7 +13,6 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from mergekit.tokenizer import PermutedVocabulary
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
@@ -28,13 +27,13 @@ from mergekit_ace.files.models import (
 )
 from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import ConfigError, FileError, listed, same_name
-from mergekit_ace.planning import PlannedMerge, PlannedTensor
+from mergekit_ace.planning import PlannedTensor
 
 DEQUANTISE = (
     "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
     "bfloat16; or take the checkpoint that it was made from"
 )
-AS_NUMBERS = f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}"
+_ANOTHER = "replace the model by one of the same architecture, or save it again"
 _QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
 # What changes the function that the same weights compute. mergekit writes the base's config.
 FUNCTION = """
@@ -44,18 +43,6 @@ FUNCTION = """
     max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
     n_routed_experts
 """.split()
-
-
-def check_checkpoints(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
-    """Find models that do not fit together, or cannot be merged, before a merge is planned."""
-    yield from check_dtypes(checkpoints, config)
-    yield from _check_heads(checkpoints, config.base_model)
-    yield from _check_configs(checkpoints, config.base_model)
-    yield from _check_chat_templates(checkpoints, config)
-    try:
-        yield from _check_tokenizers(checkpoints, config)
-    except FileError as error:
-        yield Finding.error(str(error))
 
 
 def safetensors_dtype(name: str | None) -> str:
@@ -70,10 +57,9 @@ def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
     wanted = safetensors_dtype(config.dtype)
     for model, checkpoint in checkpoints.items():
         yield from _check_quantised(checkpoint)
-        if main[model] not in FLOATING or not wanted:
-            continue
         precision = checkpoint.precision or main[model]
-        if torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
+        known = main[model] in FLOATING and wanted
+        if known and torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
             yield Finding.warning(
                 f"`dtype: {config.dtype}` rounds {model}, stored as {precision}, too early",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
@@ -104,11 +90,11 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+def check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
+    base = config.base_model
     stored = {
-        model: next(filter(_is_head, checkpoint.index.tensor_paths), "")
-        for model, checkpoint in checkpoints.items()
+        m: next(filter(_is_head, one.index.tensor_paths), "") for m, one in checkpoints.items()
     }
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
@@ -135,17 +121,17 @@ def _ties_head(config: Mapping[str, Any]) -> bool | None:
     """Return whether transformers ties the head to the embedding; None where that is unknown."""
     text, kind = config.get("text_config"), config.get("model_type")
     given = {**(text if isinstance(text, dict) else {}), **config}
-    if "tie_word_embeddings" in given or not kind or kind not in CONFIG_MAPPING:
+    if "tie_word_embeddings" in given or kind not in CONFIG_MAPPING:
         return given.get("tie_word_embeddings")
     return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
 
 
-def _check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
-    """Find what the base's `config.json` says differently of an expert's weights, and classes."""
+def check_functions(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+    """Find what the base's `config.json` says differently of an expert's weights."""
+    base = config.base_model
     origin = _function(checkpoints[base].config) if base is not None else {}
-    classes: dict[ModelReference, list[str]] = {}
     for model, checkpoint in checkpoints.items():
-        own, labels = _function(checkpoint.config), checkpoint.config.get("id2label")
+        own = _function(checkpoint.config)
         changed = [
             f"{key}: {own[key]!s:.40} instead of {value!s:.40}"
             for key, value in origin.items()
@@ -156,17 +142,6 @@ def _check_configs(checkpoints: Checkpoints, base: ModelReference | None) -> Ite
                 f"{model} has another config than the base model ({listed(changed)})",
                 "the result has the base's config.json: adjust it there if the experts' is right",
             )
-        names = [str(name) for name in labels.values()] if isinstance(labels, dict) else []
-        if any(not name.startswith("LABEL_") for name in names):  # these are transformers' own
-            classes[model] = names
-    for model, names in classes.items():
-        first, expected = next(iter(classes.items()))
-        if names != expected:
-            yield Finding.warning(
-                f"{model} calls its classes {listed(names, 4)}, and {first} calls them "
-                f"{listed(expected, 4)}; a merge of their heads means neither",
-                "leave one out; `mergekit-ace train` merges classifiers that keep their heads",
-            )
 
 
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +149,6 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
 
     These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`.
     """
-    if not config:
-        return {}
     rotary: dict[str, Any] = {}
     for part in (config.get("rope_scaling"), config.get("rope_parameters")):
         rotary |= part if isinstance(part, dict) else {}
@@ -183,9 +156,7 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
-def _check_chat_templates(
-    checkpoints: Checkpoints, config: MergeConfiguration
-) -> Iterator[Finding]:
+def check_chat_templates(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find a result without a chat template though all experts have one."""
     donor = tokenizer_donor(config)
     speaks = {
@@ -201,75 +172,56 @@ def _check_chat_templates(
         )
 
 
-def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
-    base = config.base_model
-    if config.tokenizer or config.tokenizer_source:
-        base = base or next(iter(checkpoints))
-        if not any(map(checkpoints[base].file, VOCABULARY_FILES)):
+    base = config.base_model or next(iter(checkpoints))
+    tokens = {m: _tokens(one) for m, one in checkpoints.items() if m.lora is None or m == base}
+    aligned = config.tokenizer or config.tokenizer_source
+    if aligned and not any(map(checkpoints[base].file, VOCABULARY_FILES)):
+        yield Finding.error(
+            f"tokenizer: the base model {base} has no tokenizer to begin with",
+            "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
+        )
+    first = base if tokens[base] else next((m for m in tokens if tokens[m]), base)
+    known, numbers = tokens[first], {number: token for token, number in tokens[first].items()}
+    for model, own in tokens.items() if config.base_model and not aligned else ():
+        different = [
+            repr(token)
+            for token, number in sorted(own.items())
+            if known.get(token, number) != number or numbers.get(number, token) != token
+        ]
+        new = [repr(token) for token in sorted(own.keys() - known.keys())]
+        if different:
             yield Finding.error(
-                f"tokenizer: the base model {base} has no tokenizer to begin with",
-                "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
+                f"{model} numbers {len(different)} tokens differently from "
+                f"{'the base model' if first == base else first}: {listed(different)}",
+                "add the line `tokenizer: {source: base}` (or union), which aligns them",
             )
-        for checkpoint in checkpoints.values():
-            _tokens(checkpoint)  # mergekit takes the base's in the place of a damaged one
-    elif base is not None:
-        first, known = base, {}
-        for model in (base, *(m for m in checkpoints if m != base and m.lora is None)):
-            tokens = _tokens(checkpoints[model])
-            if not known:
-                first, known = model, tokens
-                continue
-            numbers = {number: token for token, number in known.items()}
-            different = [
-                repr(token)
-                for token, number in sorted(tokens.items())
-                if known.get(token, number) != number or numbers.get(number, token) != token
-            ]
-            new = [repr(token) for token in sorted(tokens.keys() - known.keys())]
-            if different:
-                yield Finding.error(
-                    f"{model} numbers {len(different)} tokens differently from "
-                    f"{'the base model' if first == base else first}: {listed(different)}",
-                    "add the line `tokenizer: {source: base}` (or union), which aligns them",
-                )
-            elif new and first == base:
-                yield Finding.warning(
-                    f"{model} has {len(new)} tokens that the base model's tokenizer, which the "
-                    f"result gets, lacks: {listed(new)}",
-                    "add the lines `tokenizer: {source: union}`, if the result needs them",
-                )
+        elif new and first == base:
+            yield Finding.warning(
+                f"{model} has {len(new)} tokens that the base model's tokenizer, which the "
+                f"result gets, lacks: {listed(new)}",
+                "add the lines `tokenizer: {source: union}`, if the result needs them",
+            )
 
 
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the numbers of all tokens, by whichever files tell them; empty if none does.
-
-    Raises:
-        FileError: they are no numbers, or nothing that a tokenizer has.
-    """
-    fast, lines = checkpoint.file("tokenizer.json"), checkpoint.file("vocab.txt")
-    if fast:
-        try:
+    """Return the numbers of all tokens; empty without a tokenizer that can be read here."""
+    fast, source = checkpoint.file("tokenizer.json"), checkpoint.model.model
+    try:
+        if fast:
             return Tokenizer.from_file(str(fast)).get_vocab()
-        except Exception as error:  # the library raises nothing more special
+        if any(map(checkpoint.file, VOCABULARY_FILES)):
+            return AutoTokenizer.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=False
+            ).get_vocab()
+    except Exception as error:  # of many kinds: a missing library, code of the model's own
+        if fast:
             raise FileError(
                 f"the tokenizer of {checkpoint.model} is damaged: {fast.name} cannot be read "
                 f"({error}); download or save it again"
             ) from error
-    text = lines.read_text(encoding="utf-8", errors="replace") if lines else ""
-    # not splitlines: a token may be one of the separators of lines that Unicode has beside these
-    tokens = text.removesuffix("\n").split("\n") if text else ()
-    numbered = {token: number for number, token in enumerate(tokens)}
-    vocabulary = checkpoint.read_json("vocab.json") or numbered
-    if vocabulary:
-        return {**vocabulary, **checkpoint.read_json("added_tokens.json")}
-    if not any(checkpoint.file(name) for name in VOCABULARY_FILES if name != TOKENIZER_CONFIG):
-        return {}
-    path, revision = checkpoint.model.model.path, checkpoint.model.model.revision
-    try:  # a file such as `tokenizer.model`, which only transformers reads
-        return AutoTokenizer.from_pretrained(path, revision=revision).get_vocab()
-    except Exception:  # of many kinds: a missing library, code of the model's own
-        return {}
+    return {}
 
 
 def planned_headers(
@@ -285,67 +237,51 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
 
     Whole numbers that are the same in all models are copied (counters, masks).
     """
-    lacking: dict[tuple[ModelReference, bool], list[str]] = defaultdict(list)
-    odd: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
-    shapes: dict[tuple[ModelReference, bool], list[str]] = defaultdict(list)
+    wrong: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
     for tensor in tensors:
         headers, output = planned_headers(tensor, checkpoints), tensor.task.output_weight
         dtypes = {header.dtype for header in headers.values()}
         copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
         aligned = tensor.task.gather_tensors is not tensor.gather  # rows, by their tokens
-        first = headers.get(tensor.base) if tensor.base else None
-        first = first or next(iter(headers.values()), None)
+        first = next((headers[m] for m in (tensor.base, *headers) if m in headers), None)
         for model, weight in tensor.weights.items():
             header = headers.get(model)
-            if header is None and (headers or not output.optional):
-                lacking[model, not output.optional or model == tensor.base].append(weight.name)
             if header is None or first is None:
-                continue
-            if header.dtype not in FLOATING and not copied:
-                odd[model, header.dtype].append(weight.name)
-            if header.shape != first.shape and not aligned:
+                needed = not output.optional or model == tensor.base
+                if headers or not output.optional:
+                    wrong[model, "needs" if needed else "lacks"].append(weight.name)
+            elif header.dtype not in FLOATING and not copied:
+                wrong[model, header.dtype].append(weight.name)
+            elif header.shape != first.shape and not aligned:
+                kind = "shape" if output.vocabulary_axis is None else "vocabulary"
                 text = f"{tensor.name} {header.shape} instead of {first.shape}"
-                shapes[model, output.vocabulary_axis is not None].append(text)
-    for (model, fatal), names in lacking.items():
-        yield (Finding.error if fatal else Finding.warning)(
-            f"{model} lacks {len(names)} of {len(tensors)} tensors: {listed(names)}",
-            "replace the model by one of the same architecture, or save it again"
-            + ("" if fatal else "; otherwise these tensors are merged without it"),
-        )
-    for (model, dtype), names in odd.items():
-        if not any(_check_quantised(checkpoints[model])):  # else it is said of the whole model
-            text = f"tensors in {dtype}, which cannot be merged: {listed(names)}"
-            yield Finding.error(f"{model} has {len(names)} {text}", AS_NUMBERS)
-    for (model, of_tokens), texts in shapes.items():
-        if of_tokens:
-            message = f"{model} has another vocabulary: {texts[0]}"
-            remedy = "align them: add the line `tokenizer: {source: base}` (or union)"
-        else:
-            message = f"{model} has {len(texts)} tensors of another shape: {listed(texts, 3)}"
-            remedy = f"remove {model}, or set base_model to the model that it was fine-tuned from"
-        yield Finding.error(message, remedy)
-
-
-def check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
-    config = plan.config
-    base = config.base_model or next(iter(checkpoints))
-    aligned = [t for t in plan.tensors if isinstance(t.task.gather_tensors, PermutedVocabulary)]
-    header = checkpoints[base].source(aligned[0].weights[base]) if aligned else None
-    if header is None:
-        return
-    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    models = {"base": [base], "union": list(checkpoints)}.get(str(source), [source])
-    known = {token for m in models if m in checkpoints for token in _tokens(checkpoints[m])}
-    tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
-    rows = header.shape[aligned[0].task.output_weight.vocabulary_axis]
-    left = tokens + -tokens % (plan.vocabulary_multiple or 1)
-    if known and left < rows:
-        yield Finding.warning(
-            f"{aligned[0].name} has {rows} rows in {base}, and {left} in the result, whose "
-            f"tokenizer has {tokens} tokens: the other rows, of padding, are left out",
-            f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
-        )
+                wrong[model, kind].append(text)
+    for (model, kind), names in wrong.items():
+        count, where = len(names), listed(names, 3)
+        if kind == "needs":
+            yield Finding.error(
+                f"{model} lacks {count} of {len(tensors)} tensors: {where}", _ANOTHER
+            )
+        elif kind == "lacks":
+            yield Finding.warning(
+                f"{model} lacks {count} of {len(tensors)} tensors: {where}",
+                f"{_ANOTHER}; otherwise these tensors are merged without it",
+            )
+        elif kind == "vocabulary":
+            yield Finding.error(
+                f"{model} has another vocabulary: {names[0]}",
+                "align them: add the line `tokenizer: {source: base}` (or union)",
+            )
+        elif kind == "shape":
+            yield Finding.error(
+                f"{model} has {count} tensors of another shape: {where}",
+                f"remove {model}, or set base_model to the model that it was fine-tuned from",
+            )
+        elif not any(_check_quantised(checkpoints[model])):  # else it is said of the whole model
+            yield Finding.error(
+                f"{model} has {count} tensors in {kind}, which cannot be merged: {where}",
+                f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}",
+            )
 
 
 def check_adapters(
@@ -366,21 +302,20 @@ def check_adapters(
         except FileError as error:
             yield Finding.error(str(error))
         settings = json_or_empty(Path(lora.path, "adapter_config.json"))
-        made_for, revision = settings.get("base_model_name_or_path"), settings.get("revision")
-        original = _QUANTISED_NAME.sub("", made_for or "")
-        if made_for and not same_name(original, model.model.path):
-            of = f", or {original}, of which that is a quantised copy" * (original != made_for)
+        made_for = settings.get("base_model_name_or_path")
+        if made_for and not same_name(_QUANTISED_NAME.sub("", made_for), model.model.path):
             yield Finding.warning(
                 f"the adapter {lora} was trained on {made_for}, not on {model.model}",
-                f"put it onto the model that it was trained on{of}",
+                "put it onto the model that it was trained on",
             )
         elif (
-            revision not in (None, "main", model.model.revision)
+            settings.get("revision") not in (None, "main", model.model.revision)
             and not Path(model.model.path).is_dir()
         ):
+            trained = settings["revision"]
             yield Finding.warning(
-                f"the adapter {lora} was trained on revision {revision} of {model.model.path}",
-                f"write {model.model.path}@{revision}+{lora}",
+                f"the adapter {lora} was trained on revision {trained} of {model.model.path}",
+                f"write {model.model.path}@{trained}+{lora}",
             )
     if adapted and merged_first and not options.lora_merge_cache:
         names = listed([str(lora) for _, lora in adapted])
@@ -389,3 +324,7 @@ def check_adapters(
             f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
             "mergekit-yaml and to this check",
         )
+
+
+# What can be told of models before the merge is planned.
+CHECKS = (check_dtypes, check_heads, check_functions, check_chat_templates, check_tokenizers)

@@ -18,8 +18,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, read_adapters
-from mergekit_ace.check.check import check_merge
-from mergekit_ace.check.loading import Treatment, check_labels, treat_unplanned
+from mergekit_ace.check.check import Treatment, check_labels, check_merge, treat_unplanned
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import file_states, package_versions

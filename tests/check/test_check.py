@@ -25,7 +25,6 @@ from test_architectures import MODELS
 
 from mergekit_ace.check.check import Preflight, check_merge
 from mergekit_ace.cli import main
-from mergekit_ace.plugin import our_methods
 
 Info = namedtuple("Info", "dtype shape")
 
@@ -44,7 +43,7 @@ def checked(folder: Path, config: dict) -> Preflight:
 def test_what_a_merge_takes(tmp_path, paths, mergekit_yaml):
     config = ace_config(paths)
     result = checked(tmp_path, config)
-    assert result.findings == ()
+    assert not result.findings
     tensors = load_file(Path(paths[0]) / "model.safetensors").values()
     estimate, whole = result.estimate, sum(t.nbytes for t in tensors)
     assert (estimate.read, estimate.written) == (3 * whole, whole)
@@ -63,22 +62,17 @@ def test_operations_depend_on_the_rule(tmp_path, paths):
     assert operations("ties", weight=0.5, density=0.5) < tables < relative < operations("ace")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_that_are_packed_in_memory(tmp_path, name):
+def test_experts_that_are_packed_in_memory(tmp_path):
     """They are merged one by one, under the names in the files."""
     torch.manual_seed(0)
-    paths = save_family(MODELS[name][0](), tmp_path)
-    result, stored = (
-        checked(tmp_path, ace_config(paths)),
-        load_file(f"{paths[0]}/model.safetensors"),
-    )
+    paths = save_family(MODELS["mixtral"][0](), tmp_path)
+    stored = load_file(f"{paths[0]}/model.safetensors")
+    result = checked(tmp_path, ace_config(paths))
     assert result.ok, result.text
     assert "mergekit-yaml fails" in result.text
     assert result.estimate.written == sum(tensor.nbytes for tensor in stored.values())
     assert result.estimate.read == 3 * result.estimate.written
-    separate = [
-        n for n in stored if ".layers.0." in n and n.endswith((".w2.weight", "down_proj.weight"))
-    ]
+    separate = [name for name in stored if ".layers.0." in name and name.endswith(".w2.weight")]
     rewrite(paths[2], lambda t: t.update({n: torch.cat([t[n]] * 2) for n in separate}))
     assert separate[0] in findings(tmp_path, ace_config(paths))["error"]
 
@@ -103,15 +97,14 @@ def test_the_verdict_for_people(tmp_path, paths):
     assert "errors: 1, warnings: 0" in result.output
 
 
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_files_that_mergekit_leaves_out(tmp_path, paths, tokenizer):
+def test_files_that_mergekit_leaves_out(tmp_path, paths):
     save_tokenizer(paths[0], ["a", "b", "c", "d"])
     (Path(paths[0]) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    settings = {"tokenizer": {"source": "base"}} if tokenizer else {}
-    told = findings(tmp_path, ace_config(paths, **settings))
+    assert findings(tmp_path, ace_config(paths)) == NOTHING
+    told = findings(tmp_path, ace_config(paths, tokenizer={"source": "base"}))
     assert not told["error"]
-    left = "leaves generation_config.json of base out of the result"
-    assert (left in told["warning"]) == ("`mergekit-ace card OUT`" in told["warning"]) == tokenizer
+    assert "leaves generation_config.json of base out of the result" in told["warning"]
+    assert "`mergekit-ace card OUT`" in told["warning"]
 
 
 def test_adapters(tmp_path, paths):
@@ -139,14 +132,6 @@ def test_room_on_the_disk(tmp_path, paths, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1000))
     told = findings(tmp_path, ace_config(paths), "/a/b/c")
     assert "but / has 1 kB left" in told["error"]
-
-
-@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_a_tensor_of_another_shape_by_every_method(tmp_path, paths, method):
-    name = "model.layers.1.mlp.up_proj.weight"
-    rewrite(paths[2], lambda tensors: tensors.update({name: tensors[name][:-8].contiguous()}))
-    told = findings(tmp_path, ace_config(paths, merge_method=method.spec.name))
-    assert f"{method.spec.name}: tensor {name} has shape (40, 32) in expert1" in told["error"]
 
 
 @pytest.fixture
@@ -194,16 +179,6 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(tmp_path, paths, hub):
     headers["model.norm.weight"] = Info("F32", [31])
     told = findings(tmp_path, ace_config([*paths, "org/expert"]))
     assert "org/expert has 1 tensors of another shape" in told["error"]
-
-
-def test_an_old_model_of_the_hub_that_was_downloaded(tmp_path, paths, hub):
-    file = tmp_path / "pytorch_model.bin"
-    tensors = load_file(Path(paths[1]) / "model.safetensors")
-    torch.save({name: tensor.bfloat16() for name, tensor in tensors.items()}, file)
-    hub(file, Path(paths[1]) / "config.json")
-    result = checked(tmp_path, ace_config([*paths, "org/expert"]))
-    assert result.ok, result.text
-    assert "org/expert: 21 tensors, 36.2 kB, BF16" in result.text
 
 
 def test_a_tokenizer_that_was_not_downloaded_yet(tmp_path, paths, hub, monkeypatch):

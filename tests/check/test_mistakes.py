@@ -84,108 +84,59 @@ REST = {"value": 1e-5}
 NOWHERE = [{"filter": "atn", "value": 0.5}, REST]
 
 
-def token(**settings) -> Change:
-    return top(tokenizer={"tokens": {"a": settings}})
-
-
 ERRORS: list[tuple[Change, str]] = [
     # Keys that nobody reads.
     (parameters(epsilom=1), "did you mean 'epsilon'?"),
-    (parameters(**{"epsilon-scale": "absolute"}), "did you mean 'epsilon_scale'?"),
-    (parameters(λ=1), "no parameter 'λ' of ace"),
-    (first(parameters={"gamma": 0.1}), "models.0.parameters: there is no"),
-    (first(parameters={"wieght": 1}), "did you mean 'weight'?"),
+    (first(parameters={"wieght": 1}), "models.0.parameters: there is no parameter 'wieght' of ace"),
     (parameters(dtype="float32"), "write it at the top level of the config"),
     (top(epsilon=1e-3), "write it under `parameters:`, one level deeper"),
     (first(weight=1), "models.0: there is no setting 'weight'"),
     (first(epsilon=1), "under the `parameters:` at the top level"),
-    (first(dtype="float32"), "write it at the top level of the config"),
     (first(parameters={"epsilon": 1}), "move it to the parameters: at the"),
     (top(parametes={"epsilon": 1}), "did you mean 'parameters'?"),
-    (top(Tokenizer={"source": "base"}), "did you mean 'tokenizer'?"),
-    (without("base_model", base_mode="x"), "did you mean 'base_model'?"),
     (top(tokenizer={"sources": "base"}), "did you mean 'source'?"),
-    (top(tokenizer={"pad_to_multiple": 8}), "did you mean 'pad_to_multiple_of'?"),
-    (
-        token(source={"kind": "zero"}, forced=True),
-        "tokenizer.tokens.a: there is no setting 'forced'",
-    ),
-    (token(source={"kind": "zero", "modle": "x"}), "a.source: there is no setting 'modle'"),
-    (first(model={"model": "x", "overide_architecture": ""}), "mean 'override_architecture'?"),
-    (parameters(epsilon=[{**ON_MLP, "weight": 2}]), "epsilon.0: there is no"),
+    (top(tokenizer={"tokens": {"a": {"forced": True}}}), "tokens.a: there is no setting 'forced'"),
     (parameters(epsilon=[{"fliter": "mlp", "value": 1}]), "did you mean 'filter'?"),
-    (modules("default", parameters={"epsilom": 1}), "modules.default.param"),
     (slices(lambda p, s: p.update(parametres={})), "slices.0: there is no"),
-    (slices(lambda p, s: s[1].update(wight=1)), "slices.0.sources.1: there"),
-    (slices(lambda p, s: s[1].update(weight=1)), "one level deeper"),
     # Keys that stand twice: YAML takes the last.
-    (source(PLAIN + "dtype: float32\ndtype: bfloat16\n"), "line 6 and again in line"),
     (
         source(PLAIN + "parameters:\n  epsilon: 1\n  epsilon: 2\n"),
         "'epsilon' stands in line 7 and again in line 8",
     ),
-    (
-        source("merge_method: ace\nmodels:\n- model: {e0}\n  model: {e1}\n"),
-        "in line 3 and again in line 4",
-    ),
     # Names of models.
-    (first(model="no such model"), "no model of the Hub that can be read"),
     (first(model="org/unknown"), f"org/unknown is no folder in {Path.cwd()}, and no model of the"),
     (listing(lambda m, base: m.append({"model": f"{base}-none"})), "there is no folder base-none"),
     # Filters that reach nothing.
-    (parameters(epsilon=[{"filter": "mpl", "value": 1}, REST]), "'mpl' mat"),
-    (parameters(epsilon={"filter": "xyz", "value": 1}), "in the same case and without wildcards"),
+    (parameters(epsilon=[{"filter": "mpl", "value": 1}, REST]), "'mpl' matches no tensor"),
     (parameters(epsilon=[REST, ON_MLP]), f"the filter 'mlp' {NEVER}"),
     (parameters(epsilon=[REST, REST]), f"the second entry without filter {NEVER}"),
-    (parameters(epsilon=[ON_MLP, ON_MLP | {"filter": "mlp.up"}, REST]), f"filter 'mlp.up' {NEVER}"),
     (first(parameters={"weight": NOWHERE}), "0.parameters.weight.0: the filter 'atn' matches no"),
-    (
-        slices(lambda p, s: p.update(parameters={"epsilon": NOWHERE})),
-        "slices.0.parameters.epsilon.0: ",
-    ),
-    (
-        method("ties", weight=1, density=NOWHERE),
-        "parameters.density.0: the filter 'atn' matches no",
-    ),
+    (method("ties", weight=1, density=NOWHERE), "parameters.density.0: the filter 'atn' matches"),
     # Values.
     (parameters(epsilon=[]), "the list is empty, and mergekit takes the default"),
-    (first(parameters={"weight": []}), "weight: the list is empty"),
-    (parameters(epsilon=[{"filter": "mlp", "value": []}]), "list is empty"),
     (parameters(epsilon=None), "parameters.epsilon: a parameter is a value, a list of"),
-    (parameters(epsilon={"value": {"x": 1}}), "parameters.epsilon: a parameter is a"),
     (parameters(epsilon=[ON_MLP, 1e-5]), "parameters.epsilon: a parameter is a"),
-    (parameters(epsilon=[{"filter": "mlp", "vale": 1}]), "did you mean 'value'?"),
     (parameters(epsilon="small"), "'epsilon' is 'small'; allowed: a number, 0 or"),
-    (parameters(epsilon=True), "expected a number, not a boolean"),
     (parameters(epsilon=1e300), "allowed: a number, 0 or greater, and at most 1e30"),
-    (parameters(**{"lambda": 1e39}), "a finite number, at most 1e15 in size"),
     (method("lines", layers=1), "`layers` is 1: leave it out"),
-    (method("wudi", learning_rate=1e39), "a number above 0, and at most 1e15"),
     (method("wudi", solver="newton"), "one of adam, exact"),
     (method("consensus_ta", consensus=5), "has 2 experts, so that nothing"),
-    (method("consensus_ta", consensus=1.5), "'consensus' is 1.5; allowed"),
     (method("statsmerging"), "give exactly one of `coefficients: PATH`"),
     (
         lambda c: method("statsmerging")(first(parameters={"weight": 1})(c)),
         "no weight for expert1, but",
     ),
-    (parameters(rank_fraction=30), "a number from 0 to 1"),
-    (parameters(layout="matrx"), "one of auto, matrix, transposed"),
     (parameters(report="/nowhere/r.jsonl"), "there is no folder /nowhere"),
     (parameters(coefficients="no.safetensors"), "no coefficient file"),
-    (first(parameters={"weight": "high"}), "'weight' is 'high'"),
     (first(parameters={"weight": -1}), "a number, 0 or greater"),
     (top(dtype="int64"), "dtype: 'int64' is no dtype that a merged model can"),
-    (top(dtype="torch.float32"), "write one of bfloat16, float16, float32"),
-    (top(out_dtype="bfloat61"), "out_dtype: 'bfloat61' is no dtype"),
+    (top(out_dtype="torch.float32"), "write one of bfloat16, float16, float32"),
     (top(dtype=["float32"]), "dtype: Input should be a valid string"),
     (top(chat_template="chatlm"), "write auto, a name that mergekit knows"),
     (top(chat_template="{% for m in x %}{{ m['content'] }"), "nor one in Jinja"),
     (top(tokenizer="base"), "write `tokenizer: {source: base}`"),
     (top(tokenizer={"source": "base"}), "base has no tokenizer"),
-    (top(tokenizer={}, tokenizer_source="base"), "both tokenizer_source and"),
     (each(weight=0), "the weights of all experts are 0 in every tensor"),
-    (method("linear", weight=0), "the weights of all experts are 0"),
     (
         lambda config: each(weight=0.5)(top(merge_method="linear")(config)),
         "counts the base model among its models; leave base_model out",
@@ -194,16 +145,13 @@ ERRORS: list[tuple[Change, str]] = [
     # The method and the models.
     (top(merge_method="acee"), "there is no method 'acee' → did you mean 'ace'?"),
     (top(merge_method="ACE-Merging"), "did you mean 'ace'?"),
-    (top(merge_method="ace-relative"), "did you mean 'ace_relative'?"),
     (top(merge_method="xyzzy"), "there are: ace, ace_relative"),
     (without("merge_method", merge_methods="ace"), "no line `merge_method:`"),
     (without("base_model"), "Add to the config a line\n    base_model:"),
-    (lambda c: top(base_model=[c["base_model"]])(c), "base_model: Input should be"),
     (
         listing(lambda m, base: m.__setitem__(slice(None), [{"model": base}])),
         "no expert besides the base",
     ),
-    (listing(lambda m, base: m.append(dict(m[0]))), "models: expert0 is listed 2 times"),
     (
         listing(lambda m, base: m.append({"model": m[0]["model"] + "/."})),
         "listed 2 times: expert0, expert0/.",
@@ -211,18 +159,13 @@ ERRORS: list[tuple[Change, str]] = [
     (top(models=[]), "Exactly one of 'models', 'slices', or 'modules'"),
     (lambda c: without("models", modles=c["models"])(c), "'modules' or 'models'?"),
     (lambda c: top(models=c["models"][0])(c), "write a list of lines `- mod"),
-    (top(models=[{"name": "x"}]), "models.0: there is no `model:`"),
-    (first(model={"path": "x"}), "models.0.model: there is no `model:`"),
-    (lambda c: {**slices()(dict(c)), "models": c["models"]}, "Exactly one of"),
     (slices(lambda p, s: s.pop(0)), "is not among the sources"),
-    (slices(lambda p, s: p.update(source=p.pop("sources"))), "there is no `sources:`"),
     (slices(lambda p, s: [x.update(layer_range=[0, 3]) for x in s]), "lacks 9 of"),
     (slices(lambda p, s: s[1].update(layer_range=[0, 1])), "the same number of layers"),
     (slices(lambda p, s: [x.update(layer_range=[1, 1]) for x in s]), "holds no layer"),
     (modules("text"), "the architecture has no part 'text'"),
     (source("merge_method: ace\n\tbase_model: {base}\n"), "is not YAML"),
     (source(PLAIN + "---\n" + PLAIN), "is a file of several merge configs"),
-    (source("- merge_method: ace\n"), "it has no line `merge_method:`"),
     (top(parameters=[{"epsilon": 1}]), "write lines `name: value` below it"),
 ]
 
@@ -240,10 +183,6 @@ WARNINGS: list[tuple[Change, str]] = [
     (
         listing(lambda m, base: m.append({"model": f"{base}/"})),
         "is the base model base in another spelling",
-    ),
-    (
-        parameters(spectral_refinement="always", adaptive_normalization="never"),
-        "a residual of the third power of the weights",
     ),
     (parameters(weight=[0.3, 0.7]), "as many values as there are experts (2)"),
 ]

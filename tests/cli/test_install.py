@@ -98,22 +98,13 @@ def environments(artifacts, tmp_path_factory) -> dict[str, Environment]:
     return made
 
 
-@pytest.fixture(params=KINDS)
-def installed(request, environments) -> Environment:
-    return environments[request.param]
-
-
-@pytest.fixture
-def regular(environments) -> Environment:
-    return environments["wheel"]
-
-
 GET = "from mergekit import merge_methods as m; print(m.get('ace').spec.pretty_name)"
 
 
-def test_known_to_mergekit_with_no_import_of_ours(installed):
+@pytest.mark.parametrize("kind", KINDS)
+def test_known_to_mergekit_with_no_import_of_ours(environments, kind):
     """And once, if it is imported, too."""
-    result = installed.run(f"{GET}; import mergekit_ace; mergekit_ace.register(); {GET}")
+    result = environments[kind].run(f"{GET}; import mergekit_ace; mergekit_ace.register(); {GET}")
     assert result.stdout == 2 * "ACE-Merging\n"
     assert "mergekit-ace" not in result.stderr
 
@@ -131,7 +122,7 @@ for command, *arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_mergekit_commands_in_fresh_processes(regular, tmp_path):
+def test_mergekit_commands_in_fresh_processes(environments, tmp_path):
     paths = save_family(tiny_llama(), tmp_path)
     files = [f"{path}/model.safetensors" for path in paths]
     sources = dict.fromkeys(("run_yaml", "multimerge"), ace_config(paths))
@@ -142,7 +133,7 @@ def test_mergekit_commands_in_fresh_processes(regular, tmp_path):
         config.write_text(yaml.safe_dump(source))
         more = ["-I", str(tmp_path / "between"), "--out-path"] * (command == "multimerge")
         given.append([command, str(config), *more, out])
-    run(regular.python, "-c", COMMANDS, json.dumps(given), HF_HUB_OFFLINE="1")
+    run(environments["wheel"].python, "-c", COMMANDS, json.dumps(given), HF_HUB_OFFLINE="1")
     shutil.copy(f"{paths[0]}/config.json", tmp_path / "merge_raw_pytorch")
     for command in sources:
         check_merge(LlamaForCausalLM, paths, tmp_path / command)
@@ -179,16 +170,15 @@ def test_uninstall_leaves_nothing(kind, artifacts, tmp_path):
     assert not result.stderr
 
 
-def start_up(environment: Environment, **variables: str) -> dict[str, int]:
-    """Modules imported by a Python process that does nothing, with their cumulative µs."""
+def modules_at_start(environment: Environment, **variables: str) -> set[str]:
+    """Return the modules that a Python process imports that does nothing."""
     result = environment.run("pass", "-X", "importtime", **variables)
-    found = re.findall(r"import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)", result.stderr)
-    return {name: int(microseconds) for microseconds, name in found}
+    return set(re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)", result.stderr))
 
 
-def test_start_up_loads_one_small_module(installed):
-    without = start_up(installed, MERGEKIT_ACE_AUTOLOAD="0")
-    with_us = start_up(installed)
-    assert with_us.keys() - without.keys() == {"mergekit_ace"}
-    costly = {"torch", "mergekit", "typing", "importlib.util", "importlib.abc"}
-    assert not costly & with_us.keys()
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_up_loads_one_small_module(environments, kind):
+    without = modules_at_start(environments[kind], MERGEKIT_ACE_AUTOLOAD="0")
+    with_us = modules_at_start(environments[kind])
+    assert with_us - without == {"mergekit_ace"}
+    assert not {"torch", "mergekit", "typing", "importlib.util", "importlib.abc"} & with_us

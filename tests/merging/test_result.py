@@ -101,17 +101,6 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
         assert ("warning: `dtype: bfloat16` rounds" in result.stderr) == expected
 
 
-def test_folders_that_might_be_on_the_hub(tmp_path, paths, monkeypatch):
-    """The end of mergekit-yaml, without a network; a merge of ours asks nobody then."""
-    monkeypatch.chdir(tmp_path)
-    config = write_config(tmp_path / "merge.yml", linear([Path(path).name for path in paths]))
-    for arguments, expected in (([], True), (["merged"], False)):
-        name = "merge" if arguments else "check"
-        result = CliRunner().invoke(main, [name, str(config), *arguments])
-        assert result.exit_code == 0
-        assert ("write ./expert1, or merge by mergekit-ace merge" in result.output) == expected
-
-
 def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path):
     """Of a config that merges only some modules of its models."""
     settings = linear(save_family(built("t5"), tmp_path))
