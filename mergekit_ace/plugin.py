@@ -18,6 +18,7 @@ LOG = logging.getLogger(__name__)
 METHODS = (
     "mergekit_ace.methods.ace:AceMerge",
     "mergekit_ace.methods.ace:RelativeAceMerge",
+    "mergekit_ace.methods.ace:PlusAceMerge",
     "mergekit_ace.methods.statsmerging:StatsMerge",
     "mergekit_ace.methods.peers.spectral:TsvMerge",
     "mergekit_ace.methods.peers.spectral:IsoCMerge",

@@ -171,6 +171,58 @@ def naive_table(
     return merged
 
 
+def naive_plus(
+    base: Tensor,
+    experts: list[Tensor],
+    weight: list[float] | None = None,
+    *,
+    lambda_: float = 1.0,
+    coefficients: list[float] | None = None,
+    measured: list[Tensor] | None = None,
+    mix: float = 0.0,
+) -> Tensor:
+    """`ace_plus` of one matrix, (o, i): the best X among the regression on inputs and two steps.
+
+    The steps are P r and P A P r for the residual r of the start, by matrices of o·i rows.
+    """
+    o, i = base.shape
+    base, own = base.double(), [1.0] * len(experts) if coefficients is None else coefficients
+    weight = [1.0] * len(experts) if weight is None else weight
+    deltas = [expert.double() - base for expert in experts]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
+    deltas, own = [deltas[t] for t in kept], [own[t] for t in kept]
+    w = [weight[t] * len(kept) / sum(weight[t] for t in kept) for t in kept]
+    units = [delta / delta.norm() for delta in deltas]
+    inputs = with_measured([d.T @ d for d in units], measured and [measured[t] for t in kept], mix)
+    outputs = [d @ d.T for d in units]
+    for squares, share in ((inputs, 0.01), (outputs, 1.0)):
+        values = torch.linalg.eigvalsh(sum(a * x for a, x in zip(w, squares, strict=True)))
+        ridge = share * values.square().sum() / values.sum() / len(kept)
+        squares[:] = [x + ridge * torch.eye(len(x), dtype=torch.float64) for x in squares]
+    known = list(zip(w, units, inputs, outputs, strict=True))
+    fit = [a / float((g @ d @ k * d).sum()) for a, d, k, g in known]
+    total = sum(a * k for a, _, k, _ in known)
+    operator = sum(v * torch.kron(g, k) for v, (_, _, k, g) in zip(fit, known, strict=True))
+    rows = sum(v * g for v, (*_, g) in zip(fit, known, strict=True))
+    columns = sum(v * k for v, (_, _, k, _) in zip(fit, known, strict=True))
+    inverse = torch.kron(torch.linalg.inv(rows), torch.linalg.inv(columns))
+
+    def start(factors: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = [b * d for b, d in zip(factors, deltas, strict=True)]
+        read = sum(a * d @ k for d, (a, _, k, _) in zip(scaled, known, strict=True))
+        first = (read @ torch.linalg.inv(total)).reshape(-1)
+        triples = zip(fit, scaled, known, strict=True)
+        wanted = sum(v * (g @ d @ k) for v, d, (_, _, k, g) in triples).reshape(-1)
+        residual = wanted - operator @ first
+        steps = [inverse @ residual, inverse @ operator @ inverse @ residual]
+        return first, torch.stack(steps, dim=1), residual
+
+    _, steps, residual = start([1.0] * len(kept))
+    lengths = torch.linalg.solve(steps.T @ operator @ steps, steps.T @ residual)
+    first, steps, _ = start(own)
+    return base + lambda_ * 0.9 * (first + steps @ lengths).reshape(o, i)
+
+
 def naive_mean(
     base: Tensor, experts: list[Tensor], weight: list[float] | None = None, lambda_: float = 1.0
 ) -> Tensor:

@@ -14,9 +14,10 @@ from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg, ridge
-from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions
 
 merge_relative = partial(merge_tensor, options=RelativeOptions())
+merge_plus = partial(merge_tensor, options=PlusOptions())
 SPREADS = pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 
 
@@ -264,7 +265,7 @@ def test_an_expert_that_is_the_base_in_another_precision_takes_no_part(rng, dtyp
 WEAK = torch.logspace(math.log10(0.3), -6, 40).tolist()
 
 
-@pytest.mark.parametrize("merge", [merge_tensor, merge_relative])
+@pytest.mark.parametrize("merge", [merge_tensor, merge_relative, merge_plus])
 @pytest.mark.parametrize("kind", ["flat", "low rank", "slow"])
 @pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70), (22, 66)])
 @pytest.mark.parametrize("unit", [1.0, 1e-3])

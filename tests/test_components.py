@@ -8,7 +8,13 @@ import torch
 from matrices import HETEROGENEOUS, family
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
-from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor, split_tensor
+from mergekit_ace.algebra.ace import (
+    AceOptions,
+    PlusOptions,
+    RelativeOptions,
+    merge_tensor,
+    split_tensor,
+)
 
 OWN = [1.7, 0.0, -0.6]
 SHAPES = [(20, 90), (120, 24), (50, 60), (22, 55)]
@@ -45,7 +51,7 @@ def test_ace_relative(rng, shape):
 
 
 @pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "stacked"])
-@pytest.mark.parametrize("kind", [AceOptions, RelativeOptions])
+@pytest.mark.parametrize("kind", [AceOptions, RelativeOptions, PlusOptions])
 def test_components_add_up(rng, kind, layout):
     base, experts = family(rng, 12, 16, 3, scales=HETEROGENEOUS)
     experts.append(base.bfloat16().float())  # left the tensor as it was

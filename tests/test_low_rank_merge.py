@@ -86,6 +86,7 @@ CASES = {
         {"centred": True, "structural_prior": True},
         {"weight": [1.0, 2.0, 0.5], "lambda": 1.4},
     ],
+    "ace_plus": [{}, {"weight": [1.0, 2.0, 0.5], "lambda": 1.4}],
     "tsv_m": [{}, {"lambda": 0.5}],
     "iso_c": [{}],
     "iso_cts": [{}, {"common_fraction": 0.98}],
@@ -121,7 +122,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "shape", "stack"), LAYOUTS)
-@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "iso_c", "cart"])
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus", "tsv_m", "iso_c", "cart"])
 def test_every_layout_is_read_as_the_full_merge_reads_it(method, layout, shape, stack):
     check(method, family(shape, stack=stack), layout, bar=1e-7)
 

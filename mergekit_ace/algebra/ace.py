@@ -7,7 +7,7 @@ Steps 1 to 3 of Algorithm 1 are decided here; `ridge` solves the closed form and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,6 +19,7 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.measured import MeasuredInputs
+from mergekit_ace.algebra.plus import merge_plus
 from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -141,6 +142,10 @@ class RelativeOptions(RidgeOptions):
     )
 
 
+class PlusOptions(RelativeOptions):
+    """What may be chosen per tensor of `ace_plus`; a config chooses λ alone."""
+
+
 def merge_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
@@ -151,8 +156,9 @@ def merge_tensor(
     *,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
+    table: bool = False,
 ) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor by ACE-Merging, or by `ace_relative`.
+    """Merge the versions of one stored tensor by ACE-Merging, `ace_relative` or `ace_plus`.
 
     Args:
         base: W0, of any floating dtype; ``matrix``: (o, i), where the layer computes W0 @ x;
@@ -160,11 +166,12 @@ def merge_tensor(
             ``flattened``: (o, …), read as (o, rest); ``mean``: any; ``table``: see `merge_table`.
         experts: W_t, each shaped as `base`.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
-        options: `AceOptions`, by default, or `RelativeOptions`.
+        options: `AceOptions`, by default, `RelativeOptions` or `PlusOptions`.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; W0 is 0 then.
         measured: covariances of the inputs, which replace a share of the estimates.
+        table: whether rows are looked up, also where the layout is another, as the head shares it.
 
     Returns:
         W0 + λ X, in the compute dtype or wider (the base itself, uncast, where no expert changed
@@ -204,7 +211,22 @@ def merge_tensor(
         formula = partial(merge_table, options=options, measured=measured)
     else:
         formula = partial(_merge_changed, options=options, refinement=given[-1], measured=measured)
+    if isinstance(options, PlusOptions):
+        known = {"closed_form": partial(_scaled, formula, options), "measured": measured}
+        looked_up, ridge, scale = table or fixed == "table", options.ridge, options.scale
+        formula = partial(merge_plus, epsilon=ridge, scale=scale, table=looked_up, **known)
     return by_layout(base, experts, fixed, select, options.scale, formula)
+
+
+def _scaled(
+    formula: Callable[..., tuple[Tensor, MatrixRecord]],
+    options: PlusOptions,
+    base: Tensor,
+    active: ActiveExperts,
+    scale: float,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge one matrix by the regression on inputs alone, at another λ."""
+    return formula(base, active, options=options.model_copy(update={"scale": scale}))
 
 
 def merge_matrix(

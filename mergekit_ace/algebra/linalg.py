@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +141,22 @@ def orthogonal_factor(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
     directions = leading_directions(matrix, min(matrix.shape))
     return directions.left @ directions.right.mT
+
+
+def orthogonal_sum(
+    deltas: Sequence[Tensor], rank: int, floors: Sequence[float], coefficients: Sequence[float]
+) -> Tensor:
+    """Return TSV-Merge's sum, (o, i), float64 (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
+
+    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
+    and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ.
+    """
+    given = zip(deltas, floors, strict=True)
+    parts = [leading_directions(delta, rank, floor) for delta, floor in given]
+    left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
+    right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
+    values = [part.values * a for part, a in zip(parts, coefficients, strict=True)]
+    return (left * torch.cat(values)) @ right.mT
 
 
 # --multi-gpu merges tensors side by side, and the switches of torch and of the BLAS are global.

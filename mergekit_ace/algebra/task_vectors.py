@@ -231,6 +231,18 @@ def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bo
     return False
 
 
+def rounding_floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
+    """Return what singular values do not exceed that float32's rounding of weights alone has made.
+
+    Independent entries of standard deviation s have none above s (√o + √i), but for chance. The
+    rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it.
+    """
+    rows, columns = active.shape
+    eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
+    unit = eps * (rows**-0.5 + columns**-0.5)
+    return tuple(unit * math.sqrt(active.size / 12 + tau) for tau in active.tau)
+
+
 def measure_heterogeneity(tau: Sequence[float]) -> tuple[float, float]:
     """Return γ = Var_t[log τ_t] / (mean_t log τ_t)² (Eq. 7) and Var_t[log τ_t], of two τ_t or more.
 

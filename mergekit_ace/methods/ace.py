@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.plus import LONGEST, STEPS
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
@@ -28,6 +29,7 @@ from mergekit_ace.methods.lookup import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
+    LAMBDA,
     LAYOUT,
     MIX,
     SIDE,
@@ -52,7 +54,7 @@ class RidgeMethod(TaskVectorMethod):
     def options(self, settings: TensorSettings) -> AceOptions | RelativeOptions:
         """Return the options among the resolved parameters of a tensor."""
         fields = self.options_class.model_fields.items()
-        names = [info.alias or field for field, info in fields]
+        names = {info.alias or field for field, info in fields} & settings.parameters.keys()
         return self.options_class.model_validate({n: settings.parameters[n] for n in names})
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
@@ -69,6 +71,7 @@ class RidgeMethod(TaskVectorMethod):
             settings.coefficients,
             space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
+            table=is_table(settings.base, settings.name),
         )
         side = "inputs" if read is settings else "outputs"
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
@@ -191,3 +194,35 @@ class RelativeAceMerge(RidgeMethod):
     )
     own_rule = "merged by the closed form of relative covariances"
     options_class = RelativeOptions
+
+
+class PlusAceMerge(RidgeMethod):
+    """The regression of ACE on inputs and outputs, and TSV-Merge's sum in embeddings; ours."""
+
+    spec = method_spec(
+        "ace_plus",
+        "ACE-Merging of inputs and outputs",
+        "https://arxiv.org/abs/2603.02945",
+        (WEIGHT, LAMBDA, RelativeAceMerge.table_layout, *_FILES),
+    )
+    summary = (
+        "Solves ACE-Merging's regression for inputs and outputs at once, so that experts "
+        "compromise only where they share both; ours, not the paper's."
+    )
+    own_rule = "merged by the regression on inputs and outputs"
+    options_class = PlusOptions
+    citations = cited("xu2026ace") + cited("gargiulo2025tsv")
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        """Return what squares, right sides, and the steps of conjugate gradients take."""
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2:
+            return super().work(settings, shape, experts)
+        count, rows, columns = found
+        entries, sides = rows * columns, rows + columns
+        operations = 2.0 * (2 + STEPS) * experts * entries * sides + sides**3 / 3
+        squares = rows**2 + columns**2
+        if max(rows, columns) > LONGEST * min(rows, columns):
+            squares, small = 0, min(rows, columns)
+            operations = (experts + 2) * (6.0 * entries * small + 20.0 * small**3)
+        return Work(count * operations, 4 * (experts + 2) * (2 * entries + squares))

@@ -14,13 +14,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import full_precision, leading_directions, orthogonal_factor
+from mergekit_ace.algebra.linalg import (
+    full_precision,
+    leading_directions,
+    orthogonal_factor,
+    orthogonal_sum,
+)
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Fraction,
     MatrixRecord,
     Number,
     by_layout,
+    rounding_floors,
     select_active,
     task_vector,
 )
@@ -80,7 +86,7 @@ class MatrixMethod(TaskVectorMethod):
             deltas = [task_vector(expert, base, dtype) for expert in active.experts]
             size = min(active.shape)
             rank = self.rank(size, len(deltas), parameters)
-            matrices = TaskMatrices(deltas, size, _floors(base, active), rank or 0)
+            matrices = TaskMatrices(deltas, size, rounding_floors(base, active), rank or 0)
             record = active.record(self.spec.name, rank=rank)
             return self.combine(matrices, parameters).mul_(scale).add_(base), record
 
@@ -102,18 +108,6 @@ class MatrixMethod(TaskVectorMethod):
         return (experts + 2) * (6.0 * large * small**2 + 20.0 * small**3)  # Golub and Van Loan
 
 
-def _floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
-    """Return what singular values do not exceed that float32's rounding of weights alone has made.
-
-    Independent entries of standard deviation s have none above s (√o + √i), but for chance. The
-    rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it.
-    """
-    rows, columns = active.shape
-    eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
-    unit = eps * (rows**-0.5 + columns**-0.5)
-    return tuple(unit * math.sqrt(active.size / 12 + tau) for tau in active.tau)
-
-
 class TsvMerge(MatrixMethod):
     """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
@@ -128,11 +122,8 @@ class TsvMerge(MatrixMethod):
         return max(1, size // experts)
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        given = zip(matrices.deltas, matrices.floors, strict=True)
-        parts = [leading_directions(delta, matrices.rank, floor) for delta, floor in given]
-        left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
-        right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
-        return (left * torch.cat([part.values for part in parts])) @ right.mT
+        ones = [1.0] * len(matrices.deltas)
+        return orthogonal_sum(matrices.deltas, matrices.rank, matrices.floors, ones)
 
 
 class IsoCMerge(MatrixMethod):

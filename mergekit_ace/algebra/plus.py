@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ace_plus`: a regression on inputs and outputs; of tables, one on inputs plus TSV-Merge's sum.
+
+With D_t = Δ_t / ‖Δ_t‖, D_tᵀD_t estimates the covariance of the inputs of a task, and D_tD_tᵀ that
+of the gradients at the outputs, by the same theorem (ACE, Theorem 1). X minimises
+
+    Σ_t w_t tr(G_t (X − Δ_t) K_t (X − Δ_t)ᵀ),  K_t = D_tᵀD_t + ε I,  G_t = D_tD_tᵀ + δ I,
+
+with 1/w_t = tr(G_t D_t K_t D_tᵀ): experts compromise only where they share inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.linalg import (
+    factorize,
+    full_precision,
+    gram,
+    orthogonal_sum,
+    product,
+    solve,
+)
+from mergekit_ace.algebra.measured import MeasuredInputs
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    IllConditionedError,
+    MatrixRecord,
+    form_stack,
+    rounding_floors,
+    task_vector,
+)
+
+# The share of X that is added: all of it forgets more than 0.05 nats on the judge.
+STRENGTH = 0.9
+# δ in units of ‖B‖² / tr(B) of B = Σ_t D_tD_tᵀ.
+OUTPUT_RIDGE = 1.0
+# Conjugate gradients from the regression on inputs alone; two leave 2 % of the error.
+STEPS = 2
+# The share of TSV-Merge's sum in tables, and in matrices so long that D_tD_tᵀ would be too large.
+ORTHOGONAL_SHARE = 0.3
+LONGEST = 8
+
+
+def merge_plus(
+    base: Tensor,
+    active: ActiveExperts,
+    epsilon: float,
+    scale: float,
+    closed_form: Callable[[Tensor, ActiveExperts, float], tuple[Tensor, MatrixRecord]],
+    measured: MeasuredInputs | None = None,
+    *,
+    table: bool = False,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge the versions of one matrix, (o, i): W0 + λ X, and the record.
+
+    Args:
+        base: W0, (o, i).
+        active: at least two experts that changed it.
+        epsilon: ε in units of ‖S‖² / tr(S) of S = Σ_t D_tᵀD_t.
+        scale: λ.
+        closed_form: of base, experts and λ: the merge by the regression on inputs alone.
+        measured: covariances of the inputs, which replace a share of D_tᵀD_t.
+        table: whether rows are looked up, as in embeddings.
+
+    Raises:
+        IllConditionedError: the sums of G_t or K_t cannot be factored, even in float64.
+    """
+    scale *= STRENGTH
+    if table or max(active.shape) > LONGEST * min(active.shape):
+        merged, record = closed_form(base, active, scale * (1 - ORTHOGONAL_SHARE))
+        deltas = [task_vector(expert, base, active.dtype) for expert in active.experts]
+        rank = max(1, min(active.shape) // len(deltas))
+        floors = rounding_floors(base, active)
+        total = orthogonal_sum(deltas, rank, floors, active.coefficients)
+        return merged.add_(total, alpha=scale * ORTHOGONAL_SHARE), replace(record, rule="ace_plus")
+    merged, ridge = _regress(base, active, epsilon, measured)
+    used = measured and any(measured.covariance(position) for position in active.positions)
+    record = active.record(
+        "ace_plus",
+        epsilon=active.spread([ridge * weight for weight in active.weights], None),
+        ridge=ridge * active.shape[1],
+        amplification=float(torch.linalg.vector_norm(merged, dtype=torch.float64)) ** 2
+        / sum(active.tau),
+        mix=measured.mix if measured and used else None,
+    )
+    return merged.mul_(scale).add_(base), record
+
+
+@full_precision()
+def _regress(
+    base: Tensor, active: ActiveExperts, epsilon: float, measured: MeasuredInputs | None
+) -> tuple[Tensor, float]:
+    """Return X, (o, i), and ε; in float64 where float32 is not enough."""
+    for dtype in dict.fromkeys((active.dtype, torch.float64)):
+        stack = active.stack if active.stack is not None and active.stack.dtype == dtype else None
+        deltas = form_stack(base, active.experts, dtype) if stack is None else stack
+        problem = TwoSided(deltas, active, epsilon, measured)
+        lengths: list[Steps] = []
+        merged = problem.descend([1.0] * len(deltas), lengths)
+        if any(coefficient != 1 for coefficient in active.coefficients):
+            merged = problem.descend(active.coefficients, lengths)
+        if bool(merged.isfinite().all()):
+            return merged, problem.ridge
+    raise IllConditionedError("the sum of the covariances is singular or nearly so")
+
+
+class TwoSided:
+    """The regression on inputs and outputs of one matrix: all D_t, K_t, G_t and w_t."""
+
+    def __init__(
+        self,
+        deltas: Tensor,
+        active: ActiveExperts,
+        epsilon: float,
+        measured: MeasuredInputs | None,
+    ):
+        """Form it from task vectors, (T, o, i), which become the D_t."""
+        sizes = [math.sqrt(tau) for tau in active.tau]
+        deltas /= deltas.new_tensor(sizes)[:, None, None]
+        self.shares, self.largest = active.weights, max(sizes)
+        self.sizes = [size / self.largest for size in sizes]  # their squares stay in range
+        self.inputs = [gram(delta.mT) for delta in deltas]
+        for square, position in zip(self.inputs, active.positions, strict=True):
+            own = measured.covariance(position) if measured else None
+            if own and measured:
+                square.lerp_(own.matrix(square) / own.trace, measured.mix)
+        self.outputs = [gram(delta) for delta in deltas]
+        ridge = self._add_ridge(self.inputs, epsilon)
+        self._add_ridge(self.outputs, OUTPUT_RIDGE)
+        self.read = [product(d, square) for d, square in zip(deltas, self.inputs, strict=True)]
+        self.wanted = [product(o, read) for o, read in zip(self.outputs, self.read, strict=True)]
+        fits = [(wanted * d).sum() for wanted, d in zip(self.wanted, deltas, strict=True)]
+        *fits, self.ridge = torch.stack([*fits, ridge]).tolist()
+        self.weights = [w * min(fits) / fit for w, fit in zip(self.shares, fits, strict=True)]
+        self.plain = factorize(_total(self.inputs, self.shares))[0]
+        self.left = factorize(_total(self.outputs, self.weights))[0]
+        self.right = factorize(_total(self.inputs, self.weights))[0]
+
+    def _add_ridge(self, squares: list[Tensor], share: float) -> Tensor:
+        total = _total(squares, self.shares)
+        ridge = share * torch.linalg.vector_norm(total).square() / total.trace() / len(squares)
+        for square in squares:
+            square.diagonal().add_(ridge)
+        return ridge
+
+    def respond(self, merged: Tensor) -> Tensor:
+        """Return Σ_t w_t G_t X K_t."""
+        sides = zip(self.outputs, self.inputs, strict=True)
+        return _total((product(o, product(merged, i)) for o, i in sides), self.weights)
+
+    def descend(self, coefficients: Sequence[float], lengths: list[Steps]) -> Tensor:
+        """Return X of the λ_t Δ_t, by conjugate gradients; with their lengths given, linear in λ_t.
+
+        Without, they are the best ones, and appended.
+        """
+        factors = [a * size for a, size in zip(coefficients, self.sizes, strict=True)]
+        start = _total(self.read, [a * w for a, w in zip(factors, self.shares, strict=True)])
+        merged = solve(start, self.plain)
+        wanted = _total(self.wanted, [a * w for a, w in zip(factors, self.weights, strict=True)])
+        residual, direction, last = wanted - self.respond(merged), None, wanted.new_ones(())
+        known = iter(lengths[:])
+        for _ in range(STEPS):
+            half = solve(residual.clone(memory_format=torch.contiguous_format), self.right)
+            step = solve(half.mT.contiguous(), self.left).mT
+            fall = (residual * step).sum()
+            found = next(known, None)
+            turn = found.turn if found else _quotient(fall, last)
+            direction = step if direction is None else step + turn * direction
+            moved = self.respond(direction)
+            if found is None:
+                found = Steps(_quotient(fall, (direction * moved).sum()), turn)
+                lengths.append(found)
+            merged = merged + found.length * direction
+            residual, last = residual - found.length * moved, fall
+        return merged.mul_(self.largest)
+
+
+class Steps(NamedTuple):
+    """How far a step of conjugate gradients goes, and how much of the last one it takes along."""
+
+    length: Tensor
+    turn: Tensor
+
+
+def _quotient(part: Tensor, whole: Tensor) -> Tensor:
+    """Return a / b; 0 where b is 0, as where experts are the same."""
+    return torch.where(whole > 0, part / whole, 0.0)
+
+
+def _total(parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return Σ_t a_t M_t in new memory."""
+    scaled = (part * weight for part, weight in zip(parts, weights, strict=True))
+    return reduce(Tensor.add_, scaled)
