@@ -57,7 +57,8 @@ def test_measured_covariances(rng, mix):
 )  # fmt: skip
 def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout, table):
     base, experts = family(rng, *shape, 3, noise=0.3)
-    merged, _ = merge(base, experts, layout=layout, table=table)
+    options = PlusOptions(compute_dtype="float64", table=table)
+    merged, _ = merge(base, experts, layout=layout, options=options)
     regression = (naive_table if layout == "table" else naive_relative)(base, experts)
     orthogonal = naive_tsv_m(deltas_of(base, experts))
     total = 0.7 * (regression - base.double()) + 0.3 * orthogonal

@@ -145,6 +145,11 @@ class RelativeOptions(RidgeOptions):
 class PlusOptions(RelativeOptions):
     """What may be chosen per tensor of `ace_plus`; a config chooses λ alone."""
 
+    table: bool = Field(
+        default=False,
+        description="Whether rows are looked up, also where the head shares them.",
+    )
+
 
 def merge_tensor(
     base: Tensor,
@@ -156,7 +161,6 @@ def merge_tensor(
     *,
     space: CoreSpace | None = None,
     measured: MeasuredInputs | None = None,
-    table: bool = False,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging, `ace_relative` or `ace_plus`.
 
@@ -171,7 +175,6 @@ def merge_tensor(
             1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; W0 is 0 then.
         measured: covariances of the inputs, which replace a share of the estimates.
-        table: whether rows are looked up, also where the layout is another, as the head shares it.
 
     Returns:
         W0 + λ X, in the compute dtype or wider (the base itself, uncast, where no expert changed
@@ -213,7 +216,7 @@ def merge_tensor(
         formula = partial(_merge_changed, options=options, refinement=given[-1], measured=measured)
     if isinstance(options, PlusOptions):
         known = {"closed_form": partial(_scaled, formula, options), "measured": measured}
-        looked_up, ridge, scale = table or fixed == "table", options.ridge, options.scale
+        looked_up, ridge, scale = options.table or fixed == "table", options.ridge, options.scale
         formula = partial(merge_plus, epsilon=ridge, scale=scale, table=looked_up, **known)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 

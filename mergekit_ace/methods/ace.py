@@ -54,7 +54,7 @@ class RidgeMethod(TaskVectorMethod):
     def options(self, settings: TensorSettings) -> AceOptions | RelativeOptions:
         """Return the options among the resolved parameters of a tensor."""
         fields = self.options_class.model_fields.items()
-        names = {info.alias or field for field, info in fields} & settings.parameters.keys()
+        names = [info.alias or field for field, info in fields]
         return self.options_class.model_validate({n: settings.parameters[n] for n in names})
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
@@ -71,7 +71,6 @@ class RidgeMethod(TaskVectorMethod):
             settings.coefficients,
             space=read.space,
             measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
-            table=is_table(settings.base, settings.name),
         )
         side = "inputs" if read is settings else "outputs"
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
@@ -212,6 +211,10 @@ class PlusAceMerge(RidgeMethod):
     own_rule = "merged by the regression on inputs and outputs"
     options_class = PlusOptions
     citations = cited("xu2026ace") + cited("gargiulo2025tsv")
+
+    def options(self, settings: TensorSettings) -> PlusOptions:
+        looked_up = is_table(settings.base, settings.name)
+        return PlusOptions(scale=settings.parameters["lambda"], table=looked_up)
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what squares, right sides, and the steps of conjugate gradients take."""
