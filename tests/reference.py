@@ -195,10 +195,10 @@ def naive_plus(
     units = [delta / delta.norm() for delta in deltas]
     inputs = with_measured([d.T @ d for d in units], measured and [measured[t] for t in kept], mix)
     outputs = [d @ d.T for d in units]
-    for squares, share in ((inputs, 0.01), (outputs, 1.0)):
-        values = torch.linalg.eigvalsh(sum(a * x for a, x in zip(w, squares, strict=True)))
-        ridge = share * values.square().sum() / values.sum() / len(kept)
-        squares[:] = [x + ridge * torch.eye(len(x), dtype=torch.float64) for x in squares]
+    values = torch.linalg.eigvalsh(sum(a * x for a, x in zip(w, inputs, strict=True)))
+    ridge = 0.01 * values.square().sum() / values.sum() / len(kept)
+    inputs = [x + ridge * torch.eye(i, dtype=torch.float64) for x in inputs]
+    outputs = [x + 10 / o * torch.eye(o, dtype=torch.float64) for x in outputs]
     known = list(zip(w, units, inputs, outputs, strict=True))
     fit = [a / float((g @ d @ k * d).sum()) for a, d, k, g in known]
     total = sum(a * k for a, _, k, _ in known)

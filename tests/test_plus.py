@@ -61,7 +61,7 @@ def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout, tab
     merged, _ = merge(base, experts, layout=layout, options=options)
     regression = (naive_table if layout == "table" else naive_relative)(base, experts)
     orthogonal = naive_tsv_m(deltas_of(base, experts))
-    total = 0.7 * (regression - base.double()) + 0.3 * orthogonal
+    total = 0.72 * (regression - base.double()) + 0.28 * orthogonal
     assert task_vector_error(merged, base.double() + 0.9 * total, base) <= 1e-9
 
 
@@ -76,10 +76,11 @@ def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
 
 def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
     """The regression on inputs alone takes the mean; the one on both keeps each expert's rows."""
-    base = torch.zeros(20, 6, dtype=torch.float64)
+    base = torch.zeros(200, 40, dtype=torch.float64)
     one, other = base.clone(), base.clone()
-    one[:10] = torch.randn(10, 6, generator=rng).double()
-    other[10:] = torch.randn(10, 6, generator=rng).double()
+    inputs = torch.randn(6, 40, generator=rng).double()
+    one[:10] = torch.randn(10, 6, generator=rng).double() @ inputs
+    other[10:20] = torch.randn(10, 6, generator=rng).double() @ inputs
     kept = []
     for found in (merge(base, [one, other])[0] / 0.9, naive_relative(base, [one, other])):
         kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))

@@ -75,6 +75,7 @@ ROWS = [
     Row("wudi", "wudi", {"solver": "exact"}),
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),
+    Row("ace_plus", "ace_plus"),
     Row("ace, paper's letter", "ace",
         {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}),
     Row("statsmerging", "statsmerging", samples=128),

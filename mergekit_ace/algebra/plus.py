@@ -40,12 +40,12 @@ from mergekit_ace.algebra.task_vectors import (
 
 # The share of X that is added: all of it forgets more than 0.05 nats on the judge.
 STRENGTH = 0.9
-# δ in units of ‖B‖² / tr(B) of B = Σ_t D_tD_tᵀ.
-OUTPUT_RIDGE = 1.0
+# δ in mean eigenvalues 1/o of D_tD_tᵀ.
+OUTPUT_RIDGE = 10.0
 # Conjugate gradients from the regression on inputs alone; two leave 2 % of the error.
 STEPS = 2
 # The share of TSV-Merge's sum in tables, and in matrices so long that D_tD_tᵀ would be too large.
-ORTHOGONAL_SHARE = 0.3
+ORTHOGONAL_SHARE = 0.28
 LONGEST = 8
 
 
@@ -133,8 +133,11 @@ class TwoSided:
             if own and measured:
                 square.lerp_(own.matrix(square) / own.trace, measured.mix)
         self.outputs = [gram(delta) for delta in deltas]
-        ridge = self._add_ridge(self.inputs, epsilon)
-        self._add_ridge(self.outputs, OUTPUT_RIDGE)
+        total = _total(self.inputs, self.shares)
+        ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / len(deltas)
+        for read, written in zip(self.inputs, self.outputs, strict=True):
+            read.diagonal().add_(ridge)
+            written.diagonal().add_(OUTPUT_RIDGE / active.shape[0])
         self.read = [product(d, square) for d, square in zip(deltas, self.inputs, strict=True)]
         self.wanted = [product(o, read) for o, read in zip(self.outputs, self.read, strict=True)]
         fits = [(wanted * d).sum() for wanted, d in zip(self.wanted, deltas, strict=True)]
@@ -143,13 +146,6 @@ class TwoSided:
         self.plain = factorize(_total(self.inputs, self.shares))[0]
         self.left = factorize(_total(self.outputs, self.weights))[0]
         self.right = factorize(_total(self.inputs, self.weights))[0]
-
-    def _add_ridge(self, squares: list[Tensor], share: float) -> Tensor:
-        total = _total(squares, self.shares)
-        ridge = share * torch.linalg.vector_norm(total).square() / total.trace() / len(squares)
-        for square in squares:
-            square.diagonal().add_(ridge)
-        return ridge
 
     def respond(self, merged: Tensor) -> Tensor:
         """Return Σ_t w_t G_t X K_t."""
