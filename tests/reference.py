@@ -203,9 +203,8 @@ def naive_plus(
     fit = [a / float((g @ d @ k * d).sum()) for a, d, k, g in known]
     total = sum(a * k for a, _, k, _ in known)
     operator = sum(v * torch.kron(g, k) for v, (_, _, k, g) in zip(fit, known, strict=True))
-    rows = sum(v * g for v, (*_, g) in zip(fit, known, strict=True))
     columns = sum(v * k for v, (_, _, k, _) in zip(fit, known, strict=True))
-    inverse = torch.kron(torch.linalg.inv(rows), torch.linalg.inv(columns))
+    inverse = torch.kron(torch.eye(o).double(), torch.linalg.inv(columns).contiguous())
 
     def start(factors: list[float]) -> tuple[Tensor, Tensor, Tensor]:
         scaled = [b * d for b, d in zip(factors, deltas, strict=True)]

@@ -125,52 +125,58 @@ class TwoSided:
         """Form it from task vectors, (T, o, i), which become the D_t."""
         sizes = [math.sqrt(tau) for tau in active.tau]
         deltas /= deltas.new_tensor(sizes)[:, None, None]
-        self.shares, self.largest = active.weights, max(sizes)
+        self.units, self.shares, self.largest = deltas, active.weights, max(sizes)
         self.sizes = [size / self.largest for size in sizes]  # their squares stay in range
         self.inputs = [gram(delta.mT) for delta in deltas]
         for square, position in zip(self.inputs, active.positions, strict=True):
             own = measured.covariance(position) if measured else None
             if own and measured:
                 square.lerp_(own.matrix(square) / own.trace, measured.mix)
-        self.outputs = [gram(delta) for delta in deltas]
         total = _total(self.inputs, self.shares)
         ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / len(deltas)
-        for read, written in zip(self.inputs, self.outputs, strict=True):
-            read.diagonal().add_(ridge)
-            written.diagonal().add_(OUTPUT_RIDGE / active.shape[0])
+        for square in self.inputs:
+            square.diagonal().add_(ridge)
+        self.output_ridge = OUTPUT_RIDGE / active.shape[0]
+        # of tall matrices D_tᵀ and D_t one after the other are the smaller products
+        self.outputs = [gram(d) for d in deltas] if deltas.shape[1] <= deltas.shape[2] else None
         self.read = [product(d, square) for d, square in zip(deltas, self.inputs, strict=True)]
-        self.wanted = [product(o, read) for o, read in zip(self.outputs, self.read, strict=True)]
-        fits = [(wanted * d).sum() for wanted, d in zip(self.wanted, deltas, strict=True)]
+        seen = enumerate(zip(deltas, self.read, strict=True))
+        fits = [(delta * self.weigh(t, read)).sum() for t, (delta, read) in seen]
         *fits, self.ridge = torch.stack([*fits, ridge]).tolist()
         self.weights = [w * min(fits) / fit for w, fit in zip(self.shares, fits, strict=True)]
-        self.plain = factorize(_total(self.inputs, self.shares))[0]
-        self.left = factorize(_total(self.outputs, self.weights))[0]
-        self.right = factorize(_total(self.inputs, self.weights))[0]
+        self.lower = [
+            factorize(_total(self.inputs, weights))[0] for weights in (self.shares, self.weights)
+        ]
 
-    def respond(self, merged: Tensor) -> Tensor:
-        """Return Σ_t w_t G_t X K_t."""
-        sides = zip(self.outputs, self.inputs, strict=True)
-        return _total((product(o, product(merged, i)) for o, i in sides), self.weights)
+    def weigh(self, t: int, rows: Tensor) -> Tensor:
+        """Return G_t times a matrix, (o, i)."""
+        if self.outputs is None:
+            weighed = product(self.units[t], product(self.units[t].mT, rows))
+        else:
+            weighed = product(self.outputs[t], rows)
+        return weighed.add_(rows, alpha=self.output_ridge)
 
     def descend(self, coefficients: Sequence[float], lengths: list[Steps]) -> Tensor:
         """Return X of the λ_t Δ_t, by conjugate gradients; with their lengths given, linear in λ_t.
 
-        Without, they are the best ones, and appended.
+        They start from the regression on inputs alone, and are preconditioned by Σ w_t K_t. Without
+        lengths, the best ones are taken, and appended.
         """
         factors = [a * size for a, size in zip(coefficients, self.sizes, strict=True)]
         start = _total(self.read, [a * w for a, w in zip(factors, self.shares, strict=True)])
-        merged = solve(start, self.plain)
-        wanted = _total(self.wanted, [a * w for a, w in zip(factors, self.weights, strict=True)])
-        residual, direction, last = wanted - self.respond(merged), None, wanted.new_ones(())
-        known = iter(lengths[:])
+        merged, last = solve(start, self.lower[0]), start.new_ones(())
+        left = zip(self.read, factors, self.inputs, strict=True)
+        missing = (read * a - product(merged, square) for read, a, square in left)
+        residual = _total((self.weigh(t, rows) for t, rows in enumerate(missing)), self.weights)
+        direction, known = None, iter(lengths[:])
         for _ in range(STEPS):
-            half = solve(residual.clone(memory_format=torch.contiguous_format), self.right)
-            step = solve(half.mT.contiguous(), self.left).mT
+            step = solve(residual.clone(), self.lower[1])
             fall = (residual * step).sum()
             found = next(known, None)
             turn = found.turn if found else _quotient(fall, last)
             direction = step if direction is None else step + turn * direction
-            moved = self.respond(direction)
+            seen = (product(direction, square) for square in self.inputs)
+            moved = _total((self.weigh(t, rows) for t, rows in enumerate(seen)), self.weights)
             if found is None:
                 found = Steps(_quotient(fall, (direction * moved).sum()), turn)
                 lengths.append(found)

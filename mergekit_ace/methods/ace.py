@@ -222,10 +222,9 @@ class PlusAceMerge(RidgeMethod):
         if found is None or experts < 2:
             return super().work(settings, shape, experts)
         count, rows, columns = found
-        entries, sides = rows * columns, rows + columns
-        operations = 2.0 * (2 + STEPS) * experts * entries * sides + sides**3 / 3
-        squares = rows**2 + columns**2
-        if max(rows, columns) > LONGEST * min(rows, columns):
-            squares, small = 0, min(rows, columns)
-            operations = (experts + 2) * (6.0 * entries * small + 20.0 * small**3)
-        return Work(count * operations, 4 * (experts + 2) * (2 * entries + squares))
+        entries, small = rows * columns, min(rows, columns)
+        squares = experts * (columns**2 + min(rows, columns) ** 2)
+        operations = 2.0 * experts * entries * (columns + small) * (3 + STEPS) + columns**3 / 3
+        if max(rows, columns) > LONGEST * small:
+            squares, operations = 0, (experts + 2) * (6.0 * entries * small + 20.0 * small**3)
+        return Work(count * operations, 4 * ((2 * experts + 4) * entries + squares))
