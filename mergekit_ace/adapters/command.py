@@ -38,7 +38,12 @@ from mergekit_ace.adapters.read import (
 )
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files.checkpoints import DTYPE_NAMES, TensorHeader
-from mergekit_ace.files.models import TOKENIZER_FILES, Checkpoint, headers_only
+from mergekit_ace.files.models import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    Checkpoint,
+    headers_only,
+)
 from mergekit_ace.files.saving import (
     flush_to_disk,
     locked,
@@ -215,11 +220,10 @@ def _copy_tokenizer(out: Path, plan: AdapterPlan) -> None:
     """Copy the tokenizer of the first adapter that carries one; that of an earlier result goes."""
     for name in TOKENIZER_FILES:
         (out / name).unlink(missing_ok=True)
-    folders = (adapter.folder for adapter in plan.adapters)
-    folder = next((one for one in folders if (one / "tokenizer_config.json").is_file()), None)
-    for name in TOKENIZER_FILES if folder else ():
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+    folders = [one.folder for one in plan.adapters if (one.folder / TOKENIZER_CONFIG).is_file()]
+    files = [folder / name for folder in folders[:1] for name in TOKENIZER_FILES]
+    for file in filter(Path.is_file, files):
+        shutil.copyfile(file, out / file.name)
 
 
 def _card_text(name: str, plan: AdapterPlan, what: str) -> str:

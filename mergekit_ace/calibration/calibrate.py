@@ -229,7 +229,8 @@ def _read_texts(
     window = getattr(skeleton.config, "sliding_window", None) or math.inf
     cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
     data = data.model_copy(update=cut)
-    encoded = (KIND.encode(row, data, tokenizer) for row in read_rows(data, SEED))
+    rows: Iterable[Any] = read_rows(data, SEED)
+    encoded = (KIND.encode(row, data, tokenizer) for row in rows)
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
     if not samples:
         raise ConfigError(f"data {data.path} has no text of two tokens or more")

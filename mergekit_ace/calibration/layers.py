@@ -124,9 +124,7 @@ def choose_scale(
 
 
 @torch.no_grad()
-def _log_probabilities(
-    model: nn.Module, weights: Weights, batch: Batch, device: torch.device
-) -> Tensor:
+def _log_probabilities(model: Any, weights: Weights, batch: Batch, device: torch.device) -> Tensor:
     """Return log p before supervised tokens, (P, vocabulary); one layer is in memory at a time."""
     attach_align_device_hook(model, device, offload=True, weights_map=weights)
     try:

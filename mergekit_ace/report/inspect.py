@@ -15,7 +15,7 @@ import torch
 from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
+from mergekit.graph import Executor, Task
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
@@ -82,7 +82,9 @@ def run_inspection(
     planned = {tensor.name: tensor.task for tensor in plan.tensors}
     selected = select(planned, tensors, sample)
     # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-    tasks = [InspectTensor(**vars(planned[name]), covariances=covariances) for name in selected]
+    tasks: list[Task] = [
+        InspectTensor(**vars(planned[name]), covariances=covariances) for name in selected
+    ]
     executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
     work = (record for _, record in executor.run(quiet=True))
     bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)

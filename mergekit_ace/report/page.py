@@ -7,6 +7,7 @@ import html
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -107,9 +108,7 @@ def draw_pictures(report: Report) -> dict[str, go.Figure]:
     return pictures
 
 
-def _by_depth(
-    report: Report, points: pd.DataFrame, value: str, unit: str, *, log: bool = True
-) -> go.Figure:
+def _by_depth(report: Report, points: Any, value: str, unit: str, *, log: bool = True) -> go.Figure:
     """Draw a column of `Report.shares` over tensors in the order of their depth."""
     low = 0 if log else -np.inf  # a logarithmic axis has no place for 0
     points = points[(points[value] > low) & (points[value] < np.inf)]
@@ -141,7 +140,8 @@ def _similarity(report: Report) -> go.Figure:
     figure = px.imshow(
         np.array(list(views.values()), dtype=float),
         x=names, y=names, facet_col=0, zmin=-1, zmax=1, color_continuous_scale="RdBu_r",
-        text_auto=".2f", labels={"x": "expert", "y": "expert"}, aspect="auto",
+        text_auto=".2f",  # pyright: ignore[reportArgumentType]
+        labels={"x": "expert", "y": "expert"}, aspect="auto",
     )  # fmt: skip
     for title, text in zip(figure.layout.annotations, views, strict=True):
         title.text = text

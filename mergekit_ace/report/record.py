@@ -179,8 +179,8 @@ class Report:
         return _with_none(np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan))
 
 
-def _with_none(values: np.ndarray) -> Any:
-    return np.where(np.isnan(values), None, values).tolist()
+def _with_none(values: np.ndarray) -> list[Values]:
+    return [[None if math.isnan(value) else value for value in row] for row in values.tolist()]
 
 
 def summarize(report: Report) -> dict[str, Any]:
