@@ -45,9 +45,6 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
 
-DamagedFileError = FileError  # its former name
-
-
 @dataclass(frozen=True)
 class TensorHeader:
     """What is known of a tensor without reading it."""

@@ -30,9 +30,6 @@ INDEX_FILE = "statistics.json"
 Measure = Literal["covariances", "fisher"]
 
 
-StatisticsFileError = FileError  # its former name
-
-
 class Expert(BaseModel):
     """Expert as it was called at training, or when it was measured."""
 

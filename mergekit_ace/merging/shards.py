@@ -33,9 +33,6 @@ from mergekit_ace.planning import PlannedMerge, PlannedTensor
 MERGE_PACKAGES = ("mergekit", "mergekit-ace", "torch", "transformers", "tokenizers", "safetensors")
 
 
-MergeError = ConfigError  # its former name
-
-
 @dataclass(frozen=True)
 class Shard:
     """One file of the result: the unit of work."""

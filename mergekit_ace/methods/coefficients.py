@@ -32,9 +32,6 @@ Granularity = Literal["tensor", "kind", "block", "task"]
 Basis = Literal["task_vector", "ace", "ace_relative"]
 
 
-CoefficientFileError = FileError  # its former name
-
-
 class Contents(BaseModel):
     """Contents of the file beside tensors.
 

@@ -37,9 +37,6 @@ _RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "stati
 _FOLDERS = ("state", "backbones", "texts", "experts")
 
 
-TrainingError = ConfigError  # its former name
-
-
 class TrainingRun:
     """Output folder of a command that runs models, and this process among those that work on it.
 
