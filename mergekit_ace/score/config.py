@@ -91,14 +91,7 @@ Range = tuple[Positive, Positive]
 
 
 class SearchSpace(Strict):
-    """What is searched.
-
-    Attributes:
-        scale: `lambda`, the least and the greatest λ, which takes the place of the config's.
-        weight: of factors, one per expert, which multiply what each expert adds.
-        by: `depth` and `kind` give each third of the depth, and each kind of matrix, a λ of its
-            own; `expert` gives each expert a weight.
-    """
+    """What is searched: ranges of λ and of factors of the experts, and parts with own λ."""
 
     scale: Range = Field(alias="lambda")
     weight: Range | None = None
@@ -117,17 +110,7 @@ class SearchSpace(Strict):
 
 
 class SearchConfig(Strict):
-    """Settings of a `search.yml`.
-
-    Attributes:
-        score: a `score.yml`, whose base, experts, texts and tasks are used, not its merges.
-        merge: one config of mergekit, or several.
-        trials: of the whole study, all processes together.
-        aim: what is to be large: `kept`; or weights of `kept` and of tasks; `frontier` shows what
-            every amount of forgetting buys.
-        budget: nats per token that the merge may forget.
-        sequences: that a trial reads of each expert and of `keep`; the best trials read all.
-    """
+    """Settings of a `search.yml`; `examples/configs/search.yml` explains them."""
 
     score: str
     merge: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]

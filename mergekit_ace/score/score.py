@@ -114,11 +114,8 @@ class Scoring:
         self._wanted: set[str] = set()
         self._loaded: tuple[ModelReference | None, Any] = (None, None)
         if (out / SCORES).exists():
-            try:
-                content = json.loads((out / SCORES).read_text("utf-8"))
-                self.measured, self._identities = content["measured"], content["identities"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{out / SCORES} is damaged; give --overwrite") from error
+            content = json.loads((out / SCORES).read_text("utf-8"))
+            self.measured, self._identities = content["measured"], content["identities"]
 
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
@@ -126,7 +123,13 @@ class Scoring:
         self._write({})  # the folder is ours from now on
         references = [self.config.base_model, *(one.model for one in self.config.models)]
         base, *others = map(ModelReference.model_validate, references)
-        merged = [ModelReference.model_validate(self._merged(merge)) for merge in merges]
+        made = [
+            merge_once(Path(merge), self.out / "merges", quiet=self.quiet)
+            if merge.lower().endswith((".yml", ".yaml"))
+            else merge
+            for merge in merges
+        ]
+        merged = [*map(ModelReference.model_validate, made)]
         bare = (ModelReference(model=one.model) for one in (base, *others, *merged))
         trust = self.config.trust_remote_code
         folders = [local_folder(str(one), Path(), trust) for one in bare]
@@ -158,13 +161,6 @@ class Scoring:
     def _write(self, summary: dict[str, Any]) -> None:
         content = summary | {"measured": self.measured, "identities": self._identities}
         write_text(self.out / SCORES, json.dumps(content, indent=1) + "\n")
-
-    def _merged(self, merge: str) -> str:
-        """Return the folder of a merge; one that is given as a config is merged first."""
-        path = Path(merge)
-        if path.suffix.lower() not in (".yml", ".yaml"):
-            return merge
-        return merge_once(path, self.out / "merges", quiet=self.quiet)
 
     def _measure_model(
         self, label: str, reference: ModelReference, exams: Sequence[Exam], experts: Sequence[Any]

@@ -71,11 +71,10 @@ class _Search:
         self.merges = {merge.name: merge for merge in merges}
         plain = [name for name, merge in self.merges.items() if not merge.experts]
         if config.search.weight is not None and plain:
-            said = "weights can be searched of ace, ace_relative and task_arithmetic, not of "
-            said += ", ".join(plain)
+            said = "weights can be searched of ace, ace_relative and task_arithmetic, not of"
             if len(plain) == len(self.merges):
-                raise ConfigError(f"{said}; leave out `weight`")
-            print(f"{said}, of which only λ is")
+                raise ConfigError(f"{said} {plain[0]}; leave out `weight`")
+            print(f"{said} {', '.join(plain)}, of which only λ is")
         if unknown := sorted(config.aims.keys() - {"kept", *score.tasks}):
             said = f"`aim` has {unknown[0]}, which is neither `kept` nor a task of {config.score}"
             raise ConfigError(said)
