@@ -21,8 +21,8 @@ PAGES = {str(path.relative_to(PROJECT)): path.read_text(encoding="utf-8") for pa
 README = PAGES["README.md"]
 WORDS = {
     "README.md": 1500,
-    "mergekit_ace/algebra/README.md": 1450,
-    "mergekit_ace/methods/README.md": 1950,
+    "mergekit_ace/algebra/README.md": 1600,
+    "mergekit_ace/methods/README.md": 2000,
     "examples/training/README.md": 1900,
     "examples/cluster/README.md": 1400,
 }
@@ -61,7 +61,7 @@ def test_pages_are_short():
     assert len(README.splitlines()) <= 180
     for name, text in PAGES.items():
         assert len(text.split()) <= WORDS.get(name, 1200), name
-    assert sum(len(text.split()) for text in PAGES.values()) <= 15_200
+    assert sum(len(text.split()) for text in PAGES.values()) <= 15_000
 
 
 @pytest.mark.parametrize("name", PAGES)
