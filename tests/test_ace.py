@@ -21,15 +21,13 @@ merge_plus = partial(merge_tensor, options=PlusOptions())
 SPREADS = pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 60), (60, 16), (2, 30), (30, 1)])
+@pytest.mark.parametrize("shape", [(24, 24), (2, 30), (30, 1)])
 @SPREADS
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_against_the_reference(rng, shape, scales, dtype):
+def test_defaults(rng, shape, scales):
     base, experts = family(rng, *shape, 3, scales=scales)
     copies = [tensor.clone() for tensor in (base, *experts)]
-    merged, record = merge_matrix(base, experts, options=AceOptions(compute_dtype=dtype))
-    bar = 5e-5 if dtype == "float32" else 1e-9
-    assert task_vector_error(merged, naive_ace(base, experts), base) <= bar
+    merged, record = merge_matrix(base, experts)
+    assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
     assert record.heterogeneous == (scales is not None)
     assert all(map(torch.equal, (base, *experts), copies))  # inputs are left alone
 

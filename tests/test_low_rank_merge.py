@@ -8,8 +8,7 @@ import torch
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.methods.base import TensorSettings
-from mergekit_ace.methods.low_rank_merge import merge_low_rank
+from mergekit_ace.methods.base import TensorSettings, merge_low_rank
 
 BAR = 1e-9
 

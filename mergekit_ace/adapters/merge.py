@@ -24,8 +24,9 @@ from mergekit_ace.methods.base import (
     TaskVectorMethod,
     check_finite,
     first_that_fits,
+    has_low_rank,
+    merge_low_rank,
 )
-from mergekit_ace.methods.low_rank_merge import has_low_rank, merge_low_rank
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
 

@@ -177,13 +177,9 @@ def merge_tensor(
         measured: covariances of the inputs, which replace a share of the estimates.
 
     Returns:
-        W0 + λ X, in the compute dtype or wider (the base itself, uncast, where no expert changed
-        it), and the record.
-
-    Raises:
-        TypeError, ValueError: what is given does not fit together, or is not finite.
-        IllConditionedError: A cannot be factored, even in float64; raise ``epsilon``.
-        OverflowError: a task vector overflows the compute dtype.
+        W0 + λ X, in the compute dtype or wider (where no expert changed it the base itself), and
+        the record. An `IllConditionedError` says that A cannot be factored, even in float64; an
+        `OverflowError` that a task vector overflows the compute dtype.
     """
     options, count = options or AceOptions(), len(experts)
     weights = [1.0] * count if weights is None else weights

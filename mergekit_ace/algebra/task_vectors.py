@@ -34,9 +34,7 @@ def _number(value: Any) -> Any:
 
 
 Number = Annotated[
-    float,
-    BeforeValidator(_number),
-    Field(allow_inf_nan=False, description="a finite number"),
+    float, BeforeValidator(_number), Field(allow_inf_nan=False, description="a finite number")
 ]
 Integer = Annotated[int, BeforeValidator(_number)]
 NonNegative = Annotated[Number, Field(ge=0, description="a number, 0 or greater")]
@@ -147,11 +145,8 @@ def select_active(
 ) -> ActiveExperts:
     """Measure τ_t of versions of one shape, and keep the experts that have something to say.
 
-    `dtype` is that of task vectors, unless the tensors are wider; `space` that of cores.
-
-    Raises:
-        ValueError: an expert or the base contains NaN or Inf.
-        OverflowError: a task vector does not fit `dtype`, or its squared norm float64.
+    `dtype` is that of task vectors, unless the tensors are wider; `space` that of cores. There is
+    a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector that does not fit.
     """
     dtype = torch.promote_types(dtype, base.dtype)
     tau, shift, size, stack = _measure(base, experts, dtype)

@@ -47,7 +47,6 @@ class RidgeMethod(TaskVectorMethod):
 
     options_class: ClassVar[type[AceOptions] | type[RelativeOptions]]
     citations = cited("xu2026ace")
-    refines: ClassVar[bool] = False  # whether a refinement may follow
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
 
@@ -101,8 +100,8 @@ class RidgeMethod(TaskVectorMethod):
         return MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        measured = _is_measured(parameters)
-        return "measured covariances of inputs are not of low rank" if measured else ""
+        known = any(parameters.get(name) is not None for name in ("covariances", "statistics"))
+        return "measured covariances of inputs are not of low rank" if known else ""
 
     def coefficients(
         self, settings: TensorSettings, group: TensorGroup | None = None
@@ -111,20 +110,11 @@ class RidgeMethod(TaskVectorMethod):
             return None
         return component_coefficients(self.spec.name, self.options(settings), settings)
 
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        return 2.0  # the system and the numerator
+
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what the closed form takes, if all experts changed the tensor."""
-        found = matrices_in(shape, _as_solved(settings, len(shape)).layout)
-        if found is None or experts < 2:
-            return super().work(settings, shape, experts)
-        count, rows, columns = found
-        size = columns if _is_measured(settings.parameters) else min(columns, experts * rows)
-        # products, the factor and its solve; of the refinement, residual, Gram matrix, directions
-        operations = 2.0 * experts * rows * columns * size + size**3 / 3 + 2 * rows * columns * size
-        working, small = 4 * (experts + 4) * max(rows * columns, size**2), min(rows, columns)
-        if self.refines:
-            operations += 2 * rows * columns * (columns + small) + 9.0 * small**3
-            working += 24 * small**2
-        return Work(count * operations, working)
+        return super().work(_as_solved(settings, len(shape)), shape, experts)
 
 
 def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
@@ -142,10 +132,6 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     return replace(settings, layout=layout, space=space)
 
 
-def _is_measured(parameters: Mapping[str, Any]) -> bool:
-    return any(parameters.get(name) is not None for name in ("covariances", "statistics"))
-
-
 class AceMerge(RidgeMethod):
     """ACE-Merging (Xu et al., CVPR 2026) for one tensor at a time."""
 
@@ -158,11 +144,14 @@ class AceMerge(RidgeMethod):
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     own_rule = "merged by the closed form"
     options_class = AceOptions
-    refines = True
+    entry = 8  # as of eigenvectors
     ill_conditioned = (
         "Raise `epsilon` for this tensor (by a filter) or for all; epsilon_scale: relative adapts "
         "it to the size of task vectors."
     )
+
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        return 5.0  # with the refinement
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every merge method here is, and a tensor's way through it, see `merge_group`."""
+"""What every merge method here is, and a tensor's way through it: `merge_group`, or of low rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mergekit.merge_methods.base import (
 )
 from torch import Tensor
 
-from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
@@ -41,6 +41,7 @@ from mergekit_ace.naming import is_running_statistic
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
+Deltas = Sequence[LowRank | None]  # of every expert; None of one that left the tensor as it was
 
 MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
@@ -112,10 +113,9 @@ def method_spec(
 
 
 class TaskVectorMethod(GroupMergeMethod):
-    """A merge method on the differences between experts and their base.
+    """A merge method on the differences between experts and their base, see `method_spec`.
 
-    A method keeps nothing of a tensor: threads may merge tensors side by side. Its `spec` is by
-    `method_spec`.
+    A method keeps nothing of a tensor: threads may merge tensors side by side.
     """
 
     summary: ClassVar[str]  # what the method does, in one sentence
@@ -123,6 +123,7 @@ class TaskVectorMethod(GroupMergeMethod):
     own_rule: ClassVar[str]  # what its formula does with tensors, after "12 tensors are …"
     ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
+    entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
 
     @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
@@ -134,10 +135,9 @@ class TaskVectorMethod(GroupMergeMethod):
     def coefficients(
         self, settings: TensorSettings, group: TensorGroup | None = None
     ) -> Sequence[float] | None:
-        """Return the coefficients that the merge of a tensor uses; None where it has none.
+        """Return the coefficients that the merge of a tensor uses, or say what to write.
 
-        The group is None before its tensors are read, and for task vectors of low rank. A
-        `ValueError` says what to write where there are no coefficients that fit the tensor.
+        The group is None before its tensors are read, and for task vectors of low rank.
         """
         return None
 
@@ -145,9 +145,19 @@ class TaskVectorMethod(GroupMergeMethod):
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return ""
 
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        """Return how many products with all task vectors a merge is worth; 0 for a sweep."""
+        return 0.0
+
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what a merge takes, from the shape as stored: here a sweep over the entries."""
-        return sweep(shape, experts)
+        """Return what a merge takes, from the shape as stored, for all experts together."""
+        found, products = matrices_in(shape, settings.layout), self.products(settings.parameters)
+        if found is None or experts < 2 or not products:
+            return sweep(shape, experts)
+        count, rows, columns = found
+        size = min(columns, experts * rows)
+        operations = 2.0 * products * experts * count * rows * columns * size
+        return Work(operations, self.entry * (experts + 4) * max(rows * columns, size**2))
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
@@ -286,6 +296,86 @@ class TaskVectorMethod(GroupMergeMethod):
             )
 
 
+@dataclass(frozen=True)
+class LowRankMerge:
+    """The merge of one tensor: λ X, what of ‖X‖² was cut off, and what was done."""
+
+    delta: LowRank | None  # None where nothing has changed
+    lost: float
+    record: TensorRecord
+
+
+def merge_low_rank(
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None = None
+) -> LowRankMerge:
+    """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
+
+    The method's merge stays in the span, see `TaskVectorMethod.leaves_span`. `rank` is the most
+    that the result may have. A `ValueError` says if the layout reads nothing of low rank.
+    """
+    first, layout = next(filter(None, deltas)), settings.layout
+    stacked = first.left.ndim == 3
+    if not has_low_rank(layout, len(first.shape), stack=stacked):
+        raise ValueError(
+            f"{describe(settings.name)} of shape {first.shape} is not of low rank where `layout` "
+            f"is {layout}; leave `layout` out, or merge full models by mergekit-yaml"
+        )
+    views = [delta and delta.read_as(layout) for delta in deltas]
+    if layout == "table":
+        merged, lost, record = _merge_table(method, views, settings, rank)
+    elif layout == "mean" or not stacked:
+        merged, lost, record = _merge_cores(method, views, settings, rank)
+    else:
+        matrices = [[d and d.matrix(n) for d in views] for n in range(len(first.left))]
+        parts, losses, records = zip(
+            *(_merge_cores(method, own, settings, rank) for own in matrices), strict=True
+        )
+        widest = max(part.rank for part in parts)
+        left = torch.stack([part.padded(widest).left for part in parts])
+        right = torch.stack([part.padded(widest).right for part in parts])
+        merged, lost = LowRank(left, right, (len(parts), *parts[0].shape)), sum(losses)
+        record = replace(records[0], matrices=tuple(one.matrices[0] for one in records))
+    record = replace(record, shape=first.shape, layout=layout)
+    if all(matrix.rule == "base" for matrix in record.matrices):
+        return LowRankMerge(None, 0.0, record)
+    merged = merged.transposed if layout == "transposed" else merged
+    return LowRankMerge(replace(merged, shape=first.shape), lost, record)
+
+
+def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
+    """Tell whether what a layout makes of a product, or of one per matrix, is of low rank."""
+    if layout in ("mean", "flattened"):
+        return layout == "mean" or not stack
+    return ndim == 2 or (stack and layout in ("stacked", "transposed"))
+
+
+def _merge_cores(
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
+) -> tuple[LowRank, float, TensorRecord]:
+    """Merge the cores of one matrix, or of a stack entry by entry."""
+    given = [delta for delta in deltas if delta is not None]
+    space = CoreSpace.of(given)
+    zero = space.zeros()
+    cores = [space.core(delta) if delta else zero.clone() for delta in deltas]
+    layout = "mean" if settings.layout == "mean" else "matrix"
+    core, record = method.merge([zero, *cores], replace(settings, layout=layout, space=space))
+    most = sum(delta.rank for delta in given)
+    return *space.expand(core, given[0].shape, min(rank or most, most)), record
+
+
+def _merge_table(
+    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
+) -> tuple[LowRank, float, TensorRecord]:
+    """Merge tables row by row, in coordinates of the rows' span, which keep norms and angles."""
+    given = [delta for delta in deltas if delta is not None]
+    basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
+    zero = given[0].left.new_zeros(given[0].shape[0], basis.shape[1])
+    tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in deltas]
+    table, record = method.merge([zero, *tables], settings)
+    merged = LowRank(table, basis.mT, given[0].shape)
+    return *compress(merged, min(rank or merged.rank, merged.rank)), record
+
+
 def sweep(shape: Sequence[int], experts: int) -> Work:
     """Return what it takes to read every entry of every expert once."""
     entries = math.prod(shape)
@@ -374,10 +464,7 @@ def check_device(device: str) -> None:
 def first_that_fits(
     device: torch.device, work: Callable[[torch.device], T], method: str, name: str | None
 ) -> T:
-    """Return what work on a device returns; if that is full, what the same on the CPU does.
-
-    The work moves the tensors to the device that it gets; method and name are for the warning.
-    """
+    """Return what work on a device returns; if that is full, what the same on the CPU does."""
     for where in (device, torch.device("cpu")):
         try:
             return work(where)

@@ -34,9 +34,7 @@ from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
     TensorSettings,
-    Work,
     cited,
-    matrices_in,
     method_spec,
 )
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
@@ -66,6 +64,7 @@ class MatrixMethod(TaskVectorMethod):
     """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
 
     scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
+    entry = 8
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
@@ -92,20 +91,8 @@ class MatrixMethod(TaskVectorMethod):
 
         return by_layout(base, experts, settings.layout, select, scale, formula)
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        found = matrices_in(shape, settings.layout)
-        if found is None or experts < 2:
-            return super().work(settings, shape, experts)
-        count, rows, columns = found
-        operations = self.operations(rows, columns, experts, settings.parameters)
-        return Work(count * operations, 8 * (experts + 3) * rows * columns)
-
-    def operations(
-        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
-    ) -> float:
-        """Return those for one matrix (o, i): a decomposition per expert, and two of them all."""
-        small, large = sorted((rows, columns))
-        return (experts + 2) * (6.0 * large * small**2 + 20.0 * small**3)  # Golub and Van Loan
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        return 10.0  # decompositions of every expert and of them all
 
 
 class TsvMerge(MatrixMethod):
@@ -252,13 +239,8 @@ class WudiMerge(MatrixMethod):
         adam = parameters.get("solver") == "adam"
         return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
 
-    def operations(
-        self, rows: int, columns: int, experts: int, parameters: Mapping[str, Any]
-    ) -> float:
-        """Return those of two products per step and expert; by `exact`, of eigenvectors."""
-        if parameters["solver"] == "adam":
-            return 4.0 * parameters["steps"] * experts * rows**2 * columns
-        return 4.0 * experts * rows * columns**2 + 9.0 * columns**3
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        return 2.0 * parameters["steps"] if parameters["solver"] == "adam" else 7.0
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
