@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mergekit_ace.algebra.measured import MeasuredCovariance, pack
+from mergekit_ace.algebra.ridge import MeasuredCovariance, pack
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.files.statistics import (
     INDEX_FILE,

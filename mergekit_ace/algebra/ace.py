@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.measured import MeasuredInputs
 from mergekit_ace.algebra.plus import merge_plus
-from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
+from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Factor,

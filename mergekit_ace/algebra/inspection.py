@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, leading_directions
-from mergekit_ace.algebra.measured import MeasuredCovariance
+from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
 # Entries compared at once, which stay in a cache.

@@ -28,7 +28,7 @@ from mergekit_ace.algebra.linalg import (
     product,
     solve,
 )
-from mergekit_ace.algebra.measured import MeasuredInputs
+from mergekit_ace.algebra.ridge import MeasuredInputs
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     IllConditionedError,

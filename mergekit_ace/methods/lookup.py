@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from mergekit_ace.algebra.learner import features, measure_moments
-from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, packed_size
+from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs, packed_size
 from mergekit_ace.files.statistics import Expert, Measure, find_expert, load_statistics
 from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import TensorSettings, describe

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 import mergekit_ace
 from mergekit_ace.algebra.linalg import add_product_, full_precision
-from mergekit_ace.algebra.measured import pack, packed_size
+from mergekit_ace.algebra.ridge import pack, packed_size
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.files.statistics import (
     INDEX_FILE,

@@ -12,7 +12,7 @@ from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_matrix, merge_tensor
-from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack, packed_size
+from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs, pack, packed_size
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 

@@ -17,7 +17,7 @@ from reference import naive_ace, naive_mean, task_vector_error
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.algebra.measured import MeasuredCovariance
+from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.cli import main
 from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.report.record import read_records

@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.algebra.measured import MeasuredCovariance
+from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.statistics import Statistics
 from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.training import statistics

@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_rows, blocks
-from mergekit_ace.algebra.measured import MeasuredInputs
-from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
+from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Factor,
