@@ -5,7 +5,7 @@ A folder with `statistics.json`, which is written last, and safetensors files of
 hold, per token or sample, in float32 (counts in int64):
 
 * `covariance/NAME`: the lower triangle of X_tᵀX_t/n_t of the inputs of a linear layer, packed row
-  by row (`algebra.measured`), once for all layers with the same inputs, under the first one's name;
+  by row (`algebra.ridge`), once for all layers with the same inputs, under the first one's name;
 * `counts/NAME`: how often each row of a table of embeddings was looked up;
 * `fisher/NAME`: the diagonal of the Fisher information, shaped as the tensor.
 """
