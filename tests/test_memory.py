@@ -56,11 +56,7 @@ cases = json.loads(sys.argv[1])
 measure(*cases[1])  # the libraries allocate buffers of their own
 print(json.dumps([measure(*case) for case in cases]))
 """
-CASES = [
-    ((768, 768), 8),
-    ((3000, 600), 3),
-    ((400, 2000), 3),
-]
+CASES = [((768, 768), 8), ((3000, 600), 3), ((400, 2000), 3)]
 
 
 @pytest.mark.skipif(

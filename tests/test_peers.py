@@ -47,8 +47,7 @@ def merge(method: str, base: Tensor, experts: list[Tensor], **parameters) -> Ten
 
 
 @pytest.mark.parametrize(
-    ("shape", "experts"),
-    [((20, 70), 2), ((20, 70), 5), ((60, 24), 3), ((32, 32), 2), ((2, 3), 5)],
+    ("shape", "experts"), [((20, 70), 2), ((20, 70), 5), ((60, 24), 3), ((32, 32), 2), ((2, 3), 5)]
 )  # rows and directions of all experts together are fewer, as many, or more than the columns
 @every_row
 def test_against_the_transcription(rng, row, shape, experts):

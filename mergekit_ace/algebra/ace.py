@@ -198,11 +198,7 @@ def merge_tensor(
             f"`ace`: there are {count} experts, and the coefficients {list(given)}"
         )
     select = partial(
-        select_active,
-        weights=weights,
-        dtype=options.dtype,
-        coefficients=given[:count],
-        space=space,
+        select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
     )
     fixed = resolve_layout(layout, None, base.ndim)
     if fixed == "table" and isinstance(options, RelativeOptions):

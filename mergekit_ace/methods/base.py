@@ -28,11 +28,7 @@ from mergekit.merge_methods.base import (
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
-from mergekit_ace.algebra.task_vectors import (
-    FixedLayout,
-    IllConditionedError,
-    TensorRecord,
-)
+from mergekit_ace.algebra.task_vectors import FixedLayout, IllConditionedError, TensorRecord
 from mergekit_ace.methods.architecture import check_shapes, is_transposed, stored_layout
 from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report

@@ -69,11 +69,7 @@ class Record(BaseModel):
 
 
 def tensor_record(
-    method: str,
-    settings: TensorSettings,
-    record: TensorRecord,
-    seconds: float,
-    **measured: Any,
+    method: str, settings: TensorSettings, record: TensorRecord, seconds: float, **measured: Any
 ) -> Record:
     """Return the record of one tensor, of what a method did, or `inspect` found, in so long."""
     learned = settings.coefficients

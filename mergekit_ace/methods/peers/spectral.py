@@ -30,13 +30,7 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
     task_vector,
 )
-from mergekit_ace.methods.base import (
-    Merged,
-    TaskVectorMethod,
-    TensorSettings,
-    cited,
-    method_spec,
-)
+from mergekit_ace.methods.base import Merged, TaskVectorMethod, TensorSettings, cited, method_spec
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 
 EPS64 = torch.finfo(torch.float64).eps
