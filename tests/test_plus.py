@@ -11,7 +11,7 @@ from naive_peers import naive_tsv_m
 from reference import naive_plus, naive_relative, naive_table, task_vector_error
 
 from mergekit_ace.algebra.ace import PlusOptions, merge_tensor
-from mergekit_ace.algebra.measured import MeasuredCovariance, MeasuredInputs, pack
+from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs, pack
 
 EXACT = PlusOptions(compute_dtype="float64")
 
