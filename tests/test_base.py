@@ -56,7 +56,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     inspected = command("inspect", config, tmp_path / "inspected", "--quiet")
     assert about in inspected
     assert "21 tensors of 2 experts: 21 between two experts." in inspected
-    command("report", lines, "-o", tmp_path / "page.html")
+    command("report", lines, tmp_path / "page.html")
     for page in (tmp_path / "page.html", tmp_path / "inspected" / "report.html"):
         text = page.read_text()
         for shown in ("<title>Mean of two: ", about, "21 between two experts", "{doe2026mean,"):
