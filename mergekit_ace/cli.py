@@ -28,8 +28,10 @@ READING_FLAGS = """
     allow_crimes transformers_cache lora_merge_cache lora_merge_dtype cuda device trust_remote_code
     lazy_unpickle read_to_gpu
 """.split()
-# Those for a merge in one process: `merge` refuses them, and says what to give instead.
-ONE_PROCESS_FLAGS = ("multi_gpu", "gpu_rich", "async_write", "write_threads")
+# Flags that `merge` refuses, and says what to give instead.
+REFUSED_FLAGS = (
+    "multi_gpu", "gpu_rich", "async_write", "write_threads", "safe_serialization"
+)  # fmt: skip
 # Kinds of YAML files, and the key that tells each.
 KINDS = {
     "merge": "merge_method",
@@ -126,7 +128,7 @@ def mergekit_flags() -> dict[str, click.Option]:
     size = options["out_shard_size"]
     size.type, size.metavar = click.types.convert_type(parse_kmb), "SIZE"  # names a wrong option
     options["lora_merge_dtype"].type = click.Choice(["bfloat16", "float16", "float32", "float64"])
-    for name in ONE_PROCESS_FLAGS:
+    for name in REFUSED_FLAGS:
         options[name].hidden = True
     return options
 

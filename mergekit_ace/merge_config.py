@@ -7,6 +7,7 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,10 @@ from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import FileError, listed, without_numbers
 from mergekit_ace.planning import PlannedMerge, find_place
 
-RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")  # which may be tied
 # What mergekit reads a mapping as, by the key that leads to it.
-KINDS: dict[str, type[BaseModel]] = {
+_KINDS: dict[str, type[BaseModel]] = {
     "models": schema.InputModelDefinition,
     "slices": schema.OutputSliceDefinition,
     "sources": schema.InputSliceDefinition,
@@ -43,7 +44,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "model": ModelReference,
     "base_model": ModelReference,
 }
-UNREAD = "mergekit would ignore it without a word"
+_UNREAD = "mergekit would ignore it without a word"
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,15 @@ def check_config(config: MergeConfiguration, source: str) -> Iterator[Finding]:
         yield from _check_parameters(config, merge_methods.get(name).spec)
     except RuntimeError:
         known = sorted(method.spec.name for method in merge_methods.registered_methods())
-        # what papers add: ACE-Merging, TIES-Merging
-        stem = re.sub("_?merg(e|ing)$", "", name.replace("-", "_").lower())
-        meant = _nearest(stem if stem in known else name.replace("-", "_"), known)
-        yield Finding.error(f"there is no method {name!r}", meant)
-    for key, dtype in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
+        meant = re.sub("_?merg(e|ing)$", "", name.replace("-", "_").lower())  # ACE-Merging
+        yield Finding.error(f"there is no method {name!r}", _nearest(meant, known))
+    for key in ("dtype", "out_dtype"):
         # mergekit takes int64, which rounds weights to 0, and writes `torch.float32` into a
         # config.json that transformers does not load then
-        if dtype and dtype not in RESULT_DTYPES:
+        if (dtype := getattr(config, key)) and dtype not in _RESULT_DTYPES:
             yield Finding.error(
                 f"{key}: {dtype!r} is no dtype that a merged model can have",
-                f"write one of {', '.join(RESULT_DTYPES)}",
+                f"write one of {', '.join(_RESULT_DTYPES)}",
             )
     yield from _check_chat_template(config)
     for where, part in _config_parts(config):
@@ -130,24 +129,25 @@ def check_keys(content: Any) -> Iterator[Finding]:
         pass
     for place, kinds in forbidden.items():
         for name in sorted(set.intersection(*kinds.values())):
-            message = f"{'.'.join(place) or 'the config'}: there is no setting {name!r}; {UNREAD}"
+            message = f"{'.'.join(place) or 'the config'}: there is no setting {name!r}; {_UNREAD}"
             yield Finding.error(message, _right_place(name, place, content.get("merge_method")))
 
 
 def _right_place(name: str, place: Sequence[str], method: Any) -> str:
     """Return where a key belongs that nothing reads in its mapping, or what was meant."""
-    kind = next((KINDS[key] for key in reversed(place) if key in KINDS), MergeConfiguration)
-    try:
+    fields = next((_KINDS[key] for key in reversed(place) if key in _KINDS), MergeConfiguration)
+    fields = fields.model_fields
+    with suppress(RuntimeError):  # there is no such method
         scopes = {p.name: p.scope for p in merge_methods.get(method).spec.parameters}
-    except RuntimeError:
-        scopes = {}
-    if name in scopes and "parameters" in kind.model_fields:
-        top = "model" in kind.model_fields and scopes[name] == ParameterScope.SHARED
-        where = "the `parameters:` at the top level" if top else "`parameters:`, one level deeper"
-        return f"write it under {where}"
+        if name in scopes and "parameters" in fields:
+            top = "model" in fields and scopes[name] == ParameterScope.SHARED
+            where = (
+                "the `parameters:` at the top level" if top else "`parameters:`, one level deeper"
+            )
+            return f"write it under {where}"
     if name in MergeConfiguration.model_fields and place:
         return "write it at the top level of the config"
-    return _nearest(name, kind.model_fields)
+    return _nearest(name, fields)
 
 
 def _check_parameters(config: MergeConfiguration, spec: MergeMethodSpec) -> Iterator[Finding]:
@@ -157,7 +157,7 @@ def _check_parameters(config: MergeConfiguration, spec: MergeMethodSpec) -> Iter
         if name not in scopes:
             top = name in MergeConfiguration.model_fields
             yield Finding.error(
-                f"{where}: there is no parameter {name!r} of {spec.name}; {UNREAD}",
+                f"{where}: there is no parameter {name!r} of {spec.name}; {_UNREAD}",
                 "write it at the top level of the config" if top else _nearest(name, scopes),
             )
         elif model is not None and scopes[name] == ParameterScope.SHARED:
@@ -210,7 +210,7 @@ def _check_inputs(
     where: str, inputs: Sequence[Any], base: ModelReference | None
 ) -> Iterator[Finding]:
     """Find models that stand twice in one list, however they are spelt, and empty ranges."""
-    spellings: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    spellings: dict[str, list[str]] = defaultdict(list)
     for n, one in enumerate(inputs):
         spellings[_identity(one.model)].append(str(one.model))
         first, end = getattr(one, "layer_range", (0, 1))
@@ -233,12 +233,10 @@ def _check_inputs(
             )
 
 
-def _identity(model: ModelReference) -> tuple[str, ...]:
+def _identity(model: ModelReference) -> str:
     """Return what two spellings of one model have in common."""
-    parts = filter(None, (model.model, model.lora))
-    return tuple(
-        str(Path(part.path).resolve()) if Path(part.path).is_dir() else str(part) for part in parts
-    )
+    parts = [str(part) for part in (model.model, model.lora) if part]
+    return "+".join(str(Path(part).resolve()) if Path(part).is_dir() else part for part in parts)
 
 
 def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
@@ -270,11 +268,11 @@ def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
             "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
             "give at least one expert a `weight` above 0, or leave `weight` out",
         )
-    above = [own["density"] for own in given if not 0 <= own.get("density", 1) <= 1]
-    if above:  # mergekit takes it for 1
+    wrong = [own["density"] for own in given if not 0 <= own.get("density", 1) <= 1]
+    if wrong:  # mergekit takes it for 1
         yield Finding.error(
-            f"density: {above[0]:g} is no share of the entries, from 0 to 1",
-            f"write {above[0] / 100:g}, if it is a percentage" if above[0] > 1 else "raise it",
+            f"density: {wrong[0]:g} is no share of the entries, from 0 to 1",
+            f"write {wrong[0] / 100:g}, if it is a percentage" if wrong[0] > 1 else "",
         )
     if isinstance(plan.method, TaskVectorMethod):
         yield from _check_method(plan, plan.method)
@@ -282,12 +280,10 @@ def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
 
 def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Iterator[Finding]:
     """Find entries of a list that decide for no tensor; the first that matches decides."""
+    if not entries or any(getattr(entry, "value", entry) in (None, []) for entry in entries):
+        message = f"{where}: the list is empty, and mergekit takes the default without a word"
+        yield Finding.error(message, "write a value, or leave the parameter out")
     left, ended = set(names), False
-    for entry in entries or [None]:
-        value = getattr(entry, "value", entry)
-        if value is None or value == []:
-            message = f"{where}: the list is empty, and mergekit takes the default without a word"
-            yield Finding.error(message, "write a value, or leave the parameter out")
     for n, entry in enumerate(entries):
         if not isinstance(entry, ConditionalParameter):
             return
@@ -307,20 +303,11 @@ def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Itera
                 "tensors, and the first that matches decides",
                 "put the entry without filter last, and narrow filters before wide ones",
             )
-        linear = {name for name in matches if "linear_attn" in name}
-        if part and part in "linear_attn" and linear and matches - linear:
-            yield Finding.warning(
-                f"{where}.{n}: the filter {part!r} takes tensors of linear_attn, too",
-                "write `self_attn` if these are not meant",
-            )
         left, ended = left - matches, ended or not part
 
 
 def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Finding]:
-    """Say what a merge would when it comes to the first tensor that its settings do not fit.
-
-    Where they fit, say what is seldom meant.
-    """
+    """Say what a merge would say at a tensor that its settings do not fit, and what is doubtful."""
     weighted: list[str] = []
     doubts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in plan.tensors:

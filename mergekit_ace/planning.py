@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +12,7 @@ from typing import Any
 import torch
 import yaml
 from mergekit import merge_methods
-from mergekit.architecture import (
-    ModelArchitecture,
-    WeightInfo,
-)
+from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.graph import Executor
@@ -37,10 +33,7 @@ from mergekit_ace.files.checkpoints import (
     check_reference,
     find_on_hub,
 )
-from mergekit_ace.files.models import (
-    Checkpoints,
-    config_donor,
-)
+from mergekit_ace.files.models import Checkpoints, config_donor
 from mergekit_ace.methods.architecture import find_architecture, stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
 from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
@@ -91,28 +84,24 @@ def read_yaml(path: Path) -> tuple[Any, str]:
 
 
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
-    """Return a mergekit configuration and its source.
-
-    Raises:
-        ConfigError: it is no YAML, or not a configuration that mergekit accepts.
-    """
+    """Return a mergekit configuration and its source, or raise a `ConfigError`."""
     content, source = read_yaml(path)
     if not isinstance(content, dict) or "merge_method" not in content:
         raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
     try:
         return MergeConfiguration.model_validate(content), source
-    except (ValidationError, RuntimeError) as error:  # the latter of mergekit's own validators
-        known = isinstance(error, ValidationError)
-        wrong = "; ".join(explain_validation(error, content)) if known else error
+    except ValidationError as error:
+        wrong = "; ".join(explain_validation(error, content))
         raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
+    except RuntimeError as error:  # of mergekit's own validators
+        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
 
 
-def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
-    """Yield what is wrong, once for every place in a config: pydantic tells every alternative."""
-    told = set()
+def explain_validation(error: ValidationError, content: Any) -> list[str]:
+    """Return what is wrong, once for every place in a config: pydantic tells every alternative."""
+    told: dict[tuple[str, ...], str] = {}
     for detail in error.errors():
-        places = detail["loc"]
-        what = detail["msg"].removeprefix("Value error, ")
+        places, what = detail["loc"], detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "missing":
             what = f"there is no `{places[-1]}:`"
         if detail["type"] == "extra_forbidden":
@@ -121,11 +110,10 @@ def explain_validation(error: ValidationError, content: Any) -> Iterator[str]:
             places = places[: places.index("parameters") + 2]
             what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
         path, found = find_place(places, content)
-        if path in told:
-            continue
-        told.add(path)
-        hint = f"; {_EXPECTED[path[-1]]}" if path and path[-1] in _EXPECTED else ""
-        yield f"{'.'.join(path) or 'the config'}: {what}{hint} (found: {found!r:.60})"
+        if path and path[-1] in _EXPECTED:
+            what = f"{what}; {_EXPECTED[path[-1]]}"
+        told.setdefault(path, f"{'.'.join(path) or 'the config'}: {what} (found: {found!r:.60})")
+    return list(told.values())
 
 
 def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
@@ -140,24 +128,12 @@ def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ..
     return tuple(path), content
 
 
-def config_content(source: str) -> Any:
-    """Return what the YAML of a config says, as JSON has it, to be compared with an earlier run's.
-
-    mergekit's own dump to JSON fails where the name of a model holds a space or quotes.
-    """
-    return json.loads(json.dumps(yaml.safe_load(source), default=str))
-
-
 def check_inputs(config: MergeConfiguration) -> None:
-    """Raise a `FileError` for the first file of a model that is damaged or missing."""
-    for model in sorted(config.referenced_models(), key=str):  # always the same one first
+    """Raise a `FileError` for the first model that is damaged, or not to be found."""
+    models = sorted(config.referenced_models(), key=str)  # always the same one first
+    for model in models:
         check_reference(model)
-
-
-def find_models(config: MergeConfiguration) -> None:
-    """Do what `check_inputs` does, and raise for a model that is neither here nor on the Hub."""
-    check_inputs(config)
-    for model in sorted(config.referenced_models(), key=str):
+    for model in models:
         find_on_hub(model)
 
 
@@ -212,40 +188,26 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class UnplannedTensor:
-    """A tensor that goes into the result though mergekit's architecture does not name it.
+    """A tensor that goes into the result though mergekit's architecture does not name it."""
 
-    Attributes:
-        name: in the files of the models, and in the result.
-        models: whose it is merged from; the only one where it is copied.
-        merged: by the config's method; else copied.
-        vocabulary: whether its rows belong to tokens.
-    """
-
-    name: str
-    models: tuple[ModelReference, ...]
-    merged: bool
-    vocabulary: bool = False
+    name: str  # in the files of the models, and in the result
+    models: tuple[ModelReference, ...]  # whose it is merged from; the only one where it is copied
+    merged: bool  # by the config's method; else copied
+    vocabulary: bool = False  # whether its rows belong to tokens
 
 
 @dataclass(frozen=True)
 class PlannedMerge:
-    """A whole merge.
-
-    Attributes:
-        saves: mergekit's tasks by tensor name; those of tensors that it does not plan come last.
-        tokenizer_task: builds the tokenizer of the result; None where it is only copied.
-        unplanned: what is merged or copied beside what mergekit plans.
-        heads: tensors that the base has for another number of labels than an expert.
-    """
+    """A whole merge."""
 
     config: MergeConfiguration
     source: str
     options: MergeOptions
     architecture: ModelArchitecture
-    saves: Mapping[str, SaveTensor]
-    tokenizer_task: BuildTokenizer | None
+    saves: Mapping[str, SaveTensor]  # by tensor name; those of `unplanned` come last
+    tokenizer_task: BuildTokenizer | None  # builds the result's tokenizer; None: it is only copied
     unplanned: tuple[UnplannedTensor, ...] = ()
-    heads: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()  # which the base has for another number of labels than an expert
 
     @cached_property
     def out_config(self) -> PretrainedConfig:
@@ -303,29 +265,28 @@ def plan_merge(
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
-        if "Missing required parameter weight" in str(error) and str(copy.base_model) in str(error):
-            raise RuntimeError(
-                f"{error}: {config.merge_method} counts the base model among its models; leave "
+        text, remedy = str(error), ""
+        if "Missing required parameter weight" in text and str(copy.base_model) in text:
+            remedy = (
+                f": {config.merge_method} counts the base model among its models; leave "
                 "base_model out, or list it under `models:` with a weight of its own"
-            ) from error
-        if config.slices or "same number of layers" not in str(error):
-            raise
-        configs = {m: m.config(options.trust_remote_code) for m in config.referenced_models()}
-        depths = (
-            f"{model} has {getattr(one.get_text_config(), 'num_hidden_layers', 'some')}"
-            for model, one in configs.items()
-        )
-        remedy = "by config.json; remove the one that is of another depth"
-        raise RuntimeError(f"{error}: {', '.join(depths)} {remedy}") from error
+            )
+        elif "same number of layers" in text and not config.slices:
+            remedy = ": see `num_hidden_layers` in config.json, and remove the model that differs"
+        raise RuntimeError(text + remedy) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
     saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
-    builder = next((target for target in targets if isinstance(target, BuildTokenizer)), None)
-    by_name = {save.tensor_name: save for save in saves}
     return PlannedMerge(
-        config, source, options, architecture, by_name, builder, tuple(unplanned),
+        config,
+        source,
+        options,
+        architecture,
+        saves={save.tensor_name: save for save in saves},
+        tokenizer_task=next((t for t in targets if isinstance(t, BuildTokenizer)), None),
+        unplanned=tuple(unplanned),
         heads=tuple(planner.heads),
-    )  # fmt: skip
+    )
 
 
 def _result_config(
@@ -399,15 +360,16 @@ class HeaderPlanner(MergePlanner):
         known = [model for model in models if model in self.checkpoints]
         found = {model: self.checkpoints[model].source(weights[model]) for model in known}
         headers = {model: header for model, header in found.items() if header is not None}
-        if dtype := self._own_dtype(weight.name, headers):
+        dtype = self._own_dtype(weight.name, headers)
+        if dtype:
             weight = weight.model_copy(update={"force_dtype": dtype})
             weights = {m: w.model_copy(update={"force_dtype": dtype}) for m, w in weights.items()}
         base = self.config.base_model if self.config.base_model in weights else models[0]
-        other_head = self._has_other_labels(headers)
-        if len(models) > 1 and (
-            other_head or dtype in WHOLE_NUMBERS or (weight.optional and list(headers) == [base])
-        ):
-            self.heads += [weight.name] * other_head
+        of_base = dtype in WHOLE_NUMBERS or (weight.optional and list(headers) == [base])
+        if len(models) > 1 and self._has_other_labels(headers):
+            self.heads.append(weight.name)
+            of_base = True
+        if len(models) > 1 and of_base:
             self._tensors.append(self.plan_copy(weight, weights[base], base))
             return
         # mergekit's own look for an optional weight fails where it has other names
@@ -443,14 +405,13 @@ class HeaderPlanner(MergePlanner):
     def _is_stored(self, weights: Mapping[ModelReference, WeightInfo]) -> bool:
         """Tell whether a model has a tensor, or one that is packed or tied into it."""
         for model, weight in weights.items():
-            names = (weight.name, *(weight.aliases or ()))
-            if any(name in LoaderCache().get(model).index.tensor_paths for name in names):
+            stored = LoaderCache().get(model).index.tensor_paths
+            if not stored.keys().isdisjoint((weight.name, *(weight.aliases or ()))):
                 return True
-        return not any(weight.tied_names for weight in weights.values()) and any(
-            self.checkpoints[model].source(weight)
-            for model, weight in weights.items()
-            if model in self.checkpoints
-        )
+        if any(weight.tied_names for weight in weights.values()):
+            return False
+        known = [model for model in weights if model in self.checkpoints]
+        return any(self.checkpoints[model].source(weights[model]) for model in known)
 
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
@@ -466,21 +427,20 @@ class HeaderPlanner(MergePlanner):
         """
         if is_counter(name):
             return "int64"
-        dtypes = {header.dtype for header in headers.values()}
-        main = {self.checkpoints[model].main_dtype for model in headers}
-        if len(dtypes) != 1:
+        stored = {header.dtype for header in headers.values()}
+        if len(stored) != 1:
             return None
-        (dtype,) = (DTYPES[name] for name in dtypes)
-        name = str(dtype).removeprefix("torch.")
-        if name in WHOLE_NUMBERS:
-            return name
+        dtype = DTYPES[next(iter(stored))]
+        own = str(dtype).removeprefix("torch.")
+        if own in WHOLE_NUMBERS:
+            return own
         result = dtype_from_name(self.config.out_dtype or self.config.dtype)
-        if result is None or not (dtypes | main) <= set(FLOATING):
+        main = {self.checkpoints[model].main_dtype for model in headers}
+        if result is None or not (stored | main) <= set(FLOATING):
             return None
-        narrower = {result, *(DTYPES[name] for name in main)}
-        if any(torch.promote_types(other, dtype) == other for other in narrower):
-            return None
-        return name
+        others = (result, *(DTYPES[name] for name in main))
+        wider = all(torch.promote_types(other, dtype) != other for other in others)
+        return own if wider else None
 
 
 def _reader(planner: HeaderPlanner, depth: float) -> ConfigReader:

@@ -195,8 +195,6 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
     files.check_adapter_folder(folder)
     config = _read_config(folder)
     (file,) = files.adapter_files(folder)
-    if file.suffix != ".safetensors":
-        raise FileError(f"{file} is of an old format, which may hold more than tensors; {_RESAVE}")
     headers = read_file_header(file)
     if not headers:
         raise FileError(f"{file} holds no tensors; download or save the adapter again")

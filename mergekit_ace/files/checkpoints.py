@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that make a folder a model or an adapter: their headers, and what is wrong with them.
 
-What is damaged, missing or something else raises a `FileError`. Old `.bin` files, which are
-pickles, are opened by mergekit's loader, which reads nothing but tensors. Not by the one of
-`--lazy-unpickle`: that one would run a TorchScript archive.
+Whatever is damaged, missing or something else raises a `FileError`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +33,9 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
-# One of them is in the folder of every model: an index of its weights, or all of them. In the order
-# in which mergekit looks for them.
-INDEX_FILES = (
-    "model.safetensors.index.json", "model.safetensors",
-    "pytorch_model.bin.index.json", "pytorch_model.bin",
-)  # fmt: skip
+INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
 _AGAIN = "download or save it again"
+_CONVERT = "load it by transformers or PEFT and save it again by save_pretrained, in safetensors"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
@@ -66,7 +61,7 @@ class TensorHeader:
 
 def item_size(dtype: str) -> int:
     """Return the bytes of an entry; 4 of a dtype that mergekit does not read."""
-    return DTYPES[dtype].itemsize if dtype in DTYPES else 4
+    return DTYPES.get(dtype, torch.float32).itemsize
 
 
 def check_content(path: Path) -> None:
@@ -75,10 +70,9 @@ def check_content(path: Path) -> None:
         link = f": it is a link to {os.readlink(path)}" if path.is_symlink() else ""
         raise FileError(f"{path} is missing{link}; download or save the checkpoint again")
     with open(path, "rb") as file:
-        start = file.read(len(_LFS_POINTER) + 200)
+        start = file.read(200).lstrip().lower()
     if not start:
         raise FileError(f"{path} is empty; {_AGAIN}")
-    start = start.lstrip().lower()
     if start.startswith(_LFS_POINTER):
         raise FileError(
             f"{path} is a Git LFS pointer in the place of the file: run `git lfs pull` in "
@@ -112,10 +106,10 @@ def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
 
 
 def read_file_header(path: Path) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in a safetensors file, or in an old `.bin` file."""
+    """Return the headers of the tensors in a safetensors file."""
+    if path.suffix == ".bin":
+        raise FileError(f"{path} is a pickle, which may hold code; {_CONVERT}")
     check_content(path)
-    if path.suffix != ".safetensors":
-        return _pickled_headers(path)
     headers = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -127,36 +121,9 @@ def read_file_header(path: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _pickled_headers(path: Path) -> dict[str, TensorHeader]:
-    from mergekit.io.loader import DumbPytorchLoader
-
-    try:
-        content = DumbPytorchLoader(str(path), device="meta").tensors
-        content = content.get("state_dict", content)
-    except Exception as error:  # of many kinds; torch's advice is to trust the file
-        raise FileError(
-            f"{path} is damaged, or holds more than tensors, which is never executed here; "
-            "download it again, or the model's safetensors files"
-        ) from error
-    return {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), str(path))
-        for name, tensor in content.items()
-        if isinstance(tensor, torch.Tensor)
-    }
-
-
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Return the headers of all tensors of the model in a folder, by its index where it has one."""
-    main = next((folder / name for name in INDEX_FILES if os.path.lexists(folder / name)), None)
-    if main is None:
-        names = sorted(path.name for path in folder.iterdir())
-        remedy = "download or save the checkpoint again, in safetensors"
-        if "adapter_config.json" in names:
-            remedy = f"it is an adapter; write BASE+{folder}, with the model it was trained on"
-        raise FileError(
-            f"{folder} holds no weights, no model.safetensors or model.safetensors.index.json "
-            f"(but: {', '.join(names[:5]) or 'nothing'}); {remedy}"
-        )
+    main = _main_file(folder, INDEX_FILES)
     if main.suffix != ".json":
         return read_file_header(main)
     places = read_json(main).get("weight_map")
@@ -175,6 +142,23 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return {tensor: files[name][tensor] for tensor, name in places.items()}
 
 
+def _main_file(folder: Path, names: Sequence[str]) -> Path:
+    """Return the first file of these names; an error says what to do with what is there."""
+    for name in names:
+        if os.path.lexists(folder / name):
+            return folder / name
+    found = sorted(path.name for path in folder.iterdir())
+    remedy = "download or save the checkpoint again, in safetensors"
+    if "adapter_config.json" in found and names == INDEX_FILES:
+        remedy = f"it is an adapter; write BASE+{folder}, with the model it was trained on"
+    elif any(name.endswith(".bin") for name in found):
+        remedy = f"a .bin is a pickle, which may hold code; {_CONVERT}"
+    raise FileError(
+        f"{folder} holds no weights, no {' or '.join(reversed(names))} "
+        f"(but: {', '.join(found[:5]) or 'nothing'}); {remedy}"
+    )
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the weights of a model, in the order of their names."""
     return sorted({Path(header.file) for header in read_headers(folder).values()})
@@ -182,13 +166,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def adapter_files(folder: Path) -> list[Path]:
     """Return the file that holds the weights of an adapter, in a list."""
-    for name in ("adapter_model.safetensors", "adapter_model.bin"):
-        if os.path.lexists(folder / name):
-            return [folder / name]
-    raise FileError(
-        f"{folder} holds no weights of an adapter; download it again, or save it by peft's "
-        "save_pretrained"
-    )
+    return [_main_file(folder, ("adapter_model.safetensors",))]
 
 
 def check_model_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,7 +107,7 @@ class Checkpoint:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype of most entries; empty where headers tell nothing."""
+        """The dtype of most entries; empty without tensors."""
         return next((name for name, _ in self.entries_by_dtype.most_common(1)), "")
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
@@ -139,24 +139,24 @@ class Checkpoint:
 
     @cached_property
     def precision(self) -> str:
-        """The precision that the values have, by two matrices of every file; empty if unknown.
+        """The precision that the values have, by two matrices; empty if unknown.
 
         A checkpoint that was widened when it was saved still has the values of a narrower dtype.
         """
-        matrices: dict[str, list[tuple[int, str]]] = {}
-        for name, header in self.headers.items() if self.folder and not self.quantised else ():
-            readable = header.file.endswith(".safetensors") and header.dtype in FLOATING
-            if readable and len(header.shape) > 1 and header.entries:
-                matrices.setdefault(header.file, []).append((header.entries, name))
+        sizes = sorted(
+            (header.entries, name)
+            for name, header in self.headers.items()
+            if header.dtype in FLOATING and len(header.shape) > 1 and header.entries
+        )
+        if not sizes or self.folder is None or self.quantised:
+            return ""
         dtypes = set()
-        for path, sizes in matrices.items():
-            sizes.sort()
-            with safe_open(path, framework="pt") as file:
-                for _, name in {sizes[-1], sizes[len(sizes) // 2]}:
-                    rows = 1 + _SAMPLED_ENTRIES // math.prod(self.headers[name].shape[1:])
-                    dtypes.add(_coarsest_dtype(file.get_slice(name)[:rows]))
-        finest = min(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
-        return DTYPE_NAMES[finest] if finest else ""
+        for _, name in (sizes[-1], sizes[len(sizes) // 2]):
+            header = self.headers[name]
+            rows = 1 + _SAMPLED_ENTRIES // math.prod(header.shape[1:])
+            with safe_open(header.file, framework="pt") as file:
+                dtypes.add(_coarsest_dtype(file.get_slice(name)[:rows]))
+        return DTYPE_NAMES[min(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
@@ -178,19 +178,30 @@ def empty_tensor(header: TensorHeader) -> torch.Tensor:
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
     """Read the headers of a model, wherever it is; no weight is read or downloaded."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
 
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
-    folder, source = existing_folder(model.model.path), model.model
-    try:  # a snapshot in the cache may lack files
-        folder = folder or snapshot_download(
-            source.path, revision=source.revision, local_files_only=True
-        )
-        return checkpoint_of(model, Path(folder))
-    except Exception:
-        if existing_folder(source.path):
-            raise
-        return _from_hub(model)
+    source = model.model
+    if folder := existing_folder(source.path):
+        return checkpoint_of(model, folder)
+    with suppress(Exception):  # a snapshot in the cache may lack files
+        known = snapshot_download(source.path, revision=source.revision, local_files_only=True)
+        return checkpoint_of(model, Path(known))
+    try:
+        metadata = get_safetensors_metadata(source.path, revision=source.revision)
+    except Exception as error:
+        why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+        raise FileError(
+            f"{source.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
+            f"read by its safetensors ({why}); correct the name, or download the model first"
+        ) from error
+    headers = {
+        name: TensorHeader(info.dtype, tuple(info.shape), file)
+        for file, content in metadata.files_metadata.items()
+        for name, info in content.tensors.items()
+    }
+    paths = {name: header.file for name, header in headers.items()}
+    return _dequantised(Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers))
 
 
 def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
@@ -201,36 +212,13 @@ def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
 
 
 def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    headers, index = checkpoint.headers, checkpoint.index
-    found = find_quantisation(checkpoint.config, headers)
+    """Return what can be read of a checkpoint, which may be quantised."""
+    found = find_quantisation(checkpoint.config, checkpoint.headers)
     if found is None:
         return checkpoint
-    return replace(
-        checkpoint,
-        index=found.index(index),
-        headers=found.headers(headers),
-        quantised=found.method,
-    )
-
-
-def _from_hub(model: ModelReference) -> Checkpoint:
-    from huggingface_hub import get_safetensors_metadata
-
-    try:
-        metadata = get_safetensors_metadata(model.model.path, revision=model.model.revision)
-    except Exception as error:
-        why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-        raise FileError(
-            f"{model.model.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
-            f"read by its safetensors ({why}); correct the name, or download the model first"
-        ) from error
-    headers = {
-        name: TensorHeader(info.dtype, tuple(info.shape), file)
-        for file, content in metadata.files_metadata.items()
-        for name, info in content.tensors.items()
-    }
-    paths = {name: header.file for name, header in headers.items()}
-    return _dequantised(Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers))
+    index = replace(checkpoint.index, tensor_paths=found.readable(checkpoint.index.tensor_paths))
+    headers = found.headers(checkpoint.headers)
+    return replace(checkpoint, index=index, headers=headers, quantised=found.method)
 
 
 @contextmanager
@@ -328,15 +316,14 @@ def lost_model_files(
         kept: files that mergekit's architecture names.
     """
     base, speaker = config_donor(config), tokenizer_donor(config)
-    settings, *tokens = (
-        find_model_file(base.model, name)
-        for name in (TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model")
-    )
+    has_tokenizer = find_model_file(base.model, TOKENIZER_CONFIG)
+    loaded = any(find_model_file(base.model, f"tokenizer.{end}") for end in ("json", "model"))
     built = config.tokenizer or config.tokenizer_source or config.chat_template
-    kept = {*kept, *(_COPIED if settings and any(tokens) and not built else ())}
+    if has_tokenizer and loaded and not built:
+        kept = {*kept, *_COPIED}
     lost = {name: base for name in _PROCESSORS if find_model_file(base.model, name)}
     generation = find_model_file(speaker.model, GENERATION)
-    if generation and settings and not _is_derived(generation):
+    if generation and has_tokenizer and not _is_derived(generation):
         lost[GENERATION] = speaker
     return {name: model for name, model in lost.items() if name not in kept}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.io import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from torch import Tensor
 
@@ -27,36 +27,27 @@ _BLOCK = 32  # entries of MXFP4 with one scale
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is quantised.
+    """How a checkpoint is quantised."""
 
-    Attributes:
-        method: `fp8` or `mxfp4`.
-        block: rows and columns with one scale; None where the shapes tell.
-        sources: names of codes and scales by the name of the tensor that they are of.
-    """
+    method: str  # `fp8` or `mxfp4`
+    block: tuple[int, int] | None  # rows and columns with one scale; None where the shapes tell
+    sources: Mapping[str, tuple[str, str]]  # names of codes and scales by that of their tensor
 
-    method: str
-    block: tuple[int, int] | None
-    sources: Mapping[str, tuple[str, str]]
-
-    def index(self, index: ShardedTensorIndex) -> ShardedTensorIndex:
-        """Return an index of what can be read."""
-        return replace(index, tensor_paths=self._kept(index.tensor_paths))
+    def readable(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of what can be read; a tensor has that of its codes."""
+        used = {name for pair in self.sources.values() for name in pair}
+        kept = {n: v for n, v in stored.items() if n not in used and not n.endswith(_OF_INPUTS)}
+        return kept | {name: stored[codes] for name, (codes, _) in self.sources.items()}
 
     def headers(self, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """Return the headers of what can be read."""
-        kept = self._kept(headers)
+        kept = self.readable(headers)
         for name in self.sources:
             shape = kept[name].shape
             if self.method == "mxfp4":  # (E, rows, blocks, bytes), and in memory (E, columns, rows)
                 shape = (shape[0], shape[2] * _BLOCK, shape[1])
             kept[name] = replace(kept[name], dtype="BF16", shape=shape)
         return kept
-
-    def _kept(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        used = {name for pair in self.sources.values() for name in pair}
-        kept = {n: v for n, v in stored.items() if n not in used and not n.endswith(_OF_INPUTS)}
-        return kept | {name: stored[codes] for name, (codes, _) in self.sources.items()}
 
     def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return a tensor in bfloat16."""
@@ -107,7 +98,8 @@ class DequantisingLoader(LazyTensorLoader):
     """mergekit's loader of a checkpoint, which dequantises what it reads."""
 
     def __init__(self, stored: LazyTensorLoader, quantisation: Quantisation):
-        super().__init__(quantisation.index(stored.index), stored.lazy_unpickle)
+        paths = quantisation.readable(stored.index.tensor_paths)
+        super().__init__(replace(stored.index, tensor_paths=paths), stored.lazy_unpickle)
         self.stored, self.quantisation = stored, quantisation
 
     def get_tensor(

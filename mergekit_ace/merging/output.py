@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from mergekit import card
-from mergekit.io.loader import TensorLoader
 from mergekit.merge import (
     _copy_tagalong_files,
     _copy_tokenizer,
@@ -28,18 +26,14 @@ from mergekit.merge import (
 )
 from mergekit.tokenizer import TokenizerInfo
 from pydantic import BaseModel, Field
+from safetensors import safe_open
 
 from mergekit_ace.adapters.read import base_of
-from mergekit_ace.files.checkpoints import read_file_header
-from mergekit_ace.files.models import (
-    MORE_TEMPLATES,
-    READ_BESIDE,
-    add_model_files,
-    config_donor,
-)
+from mergekit_ace.files.checkpoints import INDEX_FILES, TensorHeader, read_file_header
+from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.files.saving import flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
-from mergekit_ace.merging.shards import Shard, weights_name
+from mergekit_ace.merging.shards import Shard
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge
 
@@ -47,8 +41,9 @@ _LOG = logging.getLogger(__name__)
 MANIFEST_FILE = "merge_manifest.json"
 SCRATCH_FOLDER = ".merging"
 LOCK_FILE = ".merging.lock"
+_INDEX = INDEX_FILES[0]
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
-_MARKS = ("config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -95,22 +90,19 @@ class Manifest(BaseModel):
         """
         sizes = {shard.file: shard.bytes for shard in shards}
         lost, edited = [], []
-        with ThreadPoolExecutor(4) as readers:
-            hashes = list(readers.map(lambda name: _hash(folder / name), self.files))
-        for (name, recorded), now in zip(list(self.files.items()), hashes, strict=True):
-            if now == recorded and (recorded or not sizes.get(name)):
+        for name, recorded in list(self.files.items()):
+            path = folder / name
+            there = path.is_file() and not path.is_symlink()  # a link is none of ours
+            if not there and not recorded and not sizes.get(name):
                 continue
-            if now and name not in sizes and not name.endswith(".index.json"):
+            if there and sha256(path) == recorded:
+                continue
+            if there and name not in sizes and name != _INDEX:
                 edited.append(name)
             else:
                 lost.append(name)
                 del self.files[name]
         return lost, edited
-
-
-def _hash(path: Path) -> str:
-    """Return the hash of a file; empty where there is none. A link is none of ours."""
-    return sha256(path) if path.is_file() and not path.is_symlink() else ""
 
 
 class OutputFolder:
@@ -199,25 +191,22 @@ def complete_model(
     """
     staging = folder.scratch / "complete"
     staging.mkdir()
-    paths = {shard.file: folder.path / shard.file for shard in shards}
-    headers = {name: read_file_header(path) for name, path in paths.items() if path.exists()}
+    stored: dict[str, TensorHeader] = {}  # not all that were planned need be there
+    for shard in shards:
+        path = folder.path / shard.file
+        headers = read_file_header(path) if path.exists() else {}
+        stored |= {name: headers[name] for name in shard.sizes if name in headers}
     if len(shards) > 1:
-        total = sum(header.bytes for held in headers.values() for header in held.values())
+        total = sum(header.bytes for header in stored.values())
         index = {
             "metadata": {"total_size": total, "mergekit_version": version("mergekit")},
-            "weight_map": {
-                name: shard.file
-                for shard in shards
-                for name in shard.sizes
-                if name in headers.get(shard.file, ())  # not all that were planned need be there
-            },
+            "weight_map": {name: Path(header.file).name for name, header in stored.items()},
         }
-        name = "".join(weights_name(plan.options)) + ".index.json"
-        (staging / name).write_text(json.dumps(index, indent=2), "utf-8")
+        (staging / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
     if tokenizer is not None:
         multiple = plan.vocabulary_multiple
         _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
-    _untie_head(plan, {name: paths[file] for file, held in headers.items() for name in held})
+    _untie_head(plan, stored)
     plan.out_config.save_pretrained(staging)
     if plan.options.write_model_card:
         (staging / "README.md").write_text(_model_card(plan, folder.path.name), "utf-8")
@@ -237,8 +226,9 @@ def complete_model(
     along = plan.architecture.tagalong_files or []
     _copy_tagalong_files(donor, str(staging), along, plan.options)
     add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
-    found = (path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file())
-    names = sorted(set(found) - set(kept), key=lambda name: (name in _MARKS[:1], name in _MARKS))
+    files = filter(Path.is_file, staging.rglob("*"))
+    names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
+    names = sorted(names, key=lambda name: (name == "config.json", name in _MARKS))
     hashes = {}
     for name in names:
         flush_to_disk(staging / name)
@@ -248,27 +238,22 @@ def complete_model(
     return hashes
 
 
-def _untie_head(plan: PlannedMerge, places: dict[str, Path]) -> None:
+def _untie_head(plan: PlannedMerge, stored: dict[str, TensorHeader]) -> None:
     """Let the config say that the head is its own, where the result holds another than it ties.
 
     Programs that tie it all the same would answer with the embedding in its place.
     """
     configs = (plan.out_config, plan.out_config.get_text_config())
     tied = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
-    if not tied:
-        return
-    rows = [t.name for t in plan.tensors if t.task.output_weight.vocabulary_axis == 0]
-    stored = {
-        name: TensorLoader.get(str(places[name])).get_tensor(name)
-        for name in rows
-        if name in places
-    }
-    others = [tensor for name, tensor in stored.items() if not name.endswith(HEADS)]
-    for name, head in stored.items():
-        own = others and not any(torch.equal(head, other) for other in others)
-        if name.endswith(HEADS) and own:
-            for config in tied:
-                config.tie_word_embeddings = False
+    heads, others = [], []
+    for tensor in plan.tensors if tied else ():
+        if tensor.task.output_weight.vocabulary_axis == 0 and tensor.name in stored:
+            with safe_open(stored[tensor.name].file, framework="pt") as file:
+                rows = file.get_tensor(tensor.name)
+            (heads if tensor.name.endswith(HEADS) else others).append(rows)
+    if others and any(not any(torch.equal(head, other) for other in others) for head in heads):
+        for config in tied:
+            config.tie_word_embeddings = False
 
 
 def _model_card(plan: PlannedMerge, name: str) -> str:

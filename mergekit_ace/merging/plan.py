@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,7 @@ from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
-    config_content,
-    find_models,
+    check_inputs,
     plan_merge,
     read_merge_config,
 )
@@ -45,10 +45,7 @@ _FREE_FLAGS = set(
 
 
 class OrderedConfiguration(MergeConfiguration):
-    """A configuration that lists its models by their names, in the card and elsewhere.
-
-    mergekit's own takes them from a set, so that their order changes from process to process.
-    """
+    """A configuration that lists its models by their names: mergekit's order is one of chance."""
 
     def referenced_models(self) -> list[ModelReference]:
         """Return all models, in the order of their names."""
@@ -85,15 +82,15 @@ def plan_run(
     config = OrderedConfiguration.model_validate(yaml.safe_load(source))
     cache, models = LoaderCache(), config.referenced_models()
     cache.setup(options)
-    find_models(config)
+    check_inputs(config)
     adapters = read_adapters(models)
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)
     show_bases(adapters)
-    checkpoints = {
-        model: checkpoint_of(model, Path(cache.get(model).index.base_path)) for model in models
-    }
+    folders = {model: Path(cache.get(model).index.base_path) for model in models}
+    checkpoints = {model: checkpoint_of(model, folder) for model, folder in folders.items()}
+    open_quantised(checkpoints)
 
     def plan_with(unplanned: Sequence[UnplannedTensor]) -> PlannedMerge:
         plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints, as_run=True)
@@ -103,7 +100,6 @@ def plan_run(
         }
         return replace(plan, saves=saves)
 
-    open_quantised(checkpoints)
     plan = plan_with(())
     extra, findings = treat_unplanned(plan, checkpoints, settings.unplanned)
     if extra:
@@ -147,7 +143,8 @@ def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     named = plan.named_paths(*FILE_PARAMETERS)
     flags = plan.options.model_dump(exclude=_FREE_FLAGS)
     return {
-        "config": config_content(plan.source),
+        # mergekit's own dump to JSON fails where the name of a model holds a space or quotes
+        "config": json.loads(json.dumps(yaml.safe_load(plan.source), default=str)),
         "flags": flags | {"num_threads": torch.get_num_threads()},
         "versions": package_versions(*MERGE_PACKAGES),
         "inputs": file_states(sorted({*map(str, files), *named})),

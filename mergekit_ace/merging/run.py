@@ -5,23 +5,30 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import click
+import torch
+from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 from mergekit_ace.check.check import estimate_merge
-from mergekit_ace.files.models import own_loaders
+from mergekit_ace.check.loading import (
+    merged_model,
+    quiet_transformers,
+    verify_model,
+)
+from mergekit_ace.files.models import config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked, write_text
 from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, complete_model
 from mergekit_ace.merging.plan import MergeSettings, fingerprint, input_files, plan_run
-from mergekit_ace.merging.result import check_result
 from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
+from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.base import flush_notices, notice
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge, check_inputs
@@ -38,12 +45,7 @@ def run_shards(
         FileError, RuntimeError, ValueError, OSError: what is wrong with inputs or the plan.
     """
     settings, folder, start = settings or MergeSettings(), OutputFolder(out), time.monotonic()
-    say = (lambda text: None) if options.quiet else click.echo
-    if options.multi_gpu or options.async_write or options.write_threads != 1:
-        raise ConfigError(
-            "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process; give "
-            "--workers N, with --cuda for a GPU each: one computes while another writes"
-        )
+    _check_flags(options)
     folder.check_own(overwrite=settings.overwrite)
     busy = ConfigError(f"another run is writing to {folder.path}; wait for it")
     with locked(folder.path, LOCK_FILE, busy), own_loaders():
@@ -59,7 +61,7 @@ def run_shards(
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
         tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None
         shards = divide_into_shards(plan, checkpoints, tokenizer)
-        edited = _find_finished(folder, plan, manifest, shards, say) if manifest else []
+        edited = _find_finished(folder, plan, manifest, shards) if manifest else []
         manifest = manifest or Manifest(identity=identity)
         todo = [shard for shard in shards if shard.file not in manifest.files]
         if todo or not manifest.complete:
@@ -75,25 +77,38 @@ def run_shards(
             manifest.complete = True
             manifest.write(folder.path)
         shutil.rmtree(folder.scratch, ignore_errors=True)
-        check_result(folder.path, plan, settings)
+        _check_result(folder.path, plan, strict=settings.strict)
+        if settings.prompt is not None:
+            _try_prompt(folder.path, plan, settings.prompt)
         took = tqdm.format_interval(round(time.monotonic() - start))
         made = f"{len(todo)} shard{'s' * (len(todo) > 1)} in {took}; " if todo else ""
-        say(f"{made}{folder.path} is complete")
+        _say(plan, f"{made}{folder.path} is complete")
+
+
+def _check_flags(options: MergeOptions) -> None:
+    if options.multi_gpu or options.async_write or options.write_threads != 1:
+        raise ConfigError(
+            "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process; give "
+            "--workers N, with --cuda for a GPU each: one computes while another writes"
+        )
+    if not options.safe_serialization:
+        raise ConfigError("a result is written in safetensors: leave out --no-safe-serialization")
+
+
+def _say(plan: PlannedMerge, text: str) -> None:
+    if not plan.options.quiet:
+        click.echo(text)
 
 
 def _find_finished(
-    folder: OutputFolder,
-    plan: PlannedMerge,
-    manifest: Manifest,
-    shards: list[Shard],
-    say: Callable[[str], None],
+    folder: OutputFolder, plan: PlannedMerge, manifest: Manifest, shards: list[Shard]
 ) -> list[str]:
     """Say what an earlier run has finished, and return what somebody has edited beside it."""
     lost, edited = manifest.compare(folder.path, shards)
     for file in lost:
-        say(f"{file} is not what it was when it was finished: it is made again")
+        _say(plan, f"{file} is not what it was when it was finished: it is made again")
     for file in edited:
-        say(f"{file} was edited after the merge, and stays; delete it to renew it")
+        _say(plan, f"{file} was edited after the merge, and stays; delete it to renew it")
     finished = [shard for shard in shards if shard.file in manifest.files]
     whole = len(finished) == len(shards) and "config.json" in manifest.files and not lost
     manifest.complete = manifest.complete and whole
@@ -101,9 +116,9 @@ def _find_finished(
     # mergekit numbers the new tokens of a joint tokenizer in another order in every run
     if source == "union" and not manifest.complete:
         manifest.files.clear()
-        say("a merge with a joint tokenizer (`source: union`) begins anew")
+        _say(plan, "a merge with a joint tokenizer (`source: union`) begins anew")
         return []
-    say(f"{len(finished)} of {len(shards)} shards are finished and kept")
+    _say(plan, f"{len(finished)} of {len(shards)} shards are finished and kept")
     return edited
 
 
@@ -148,3 +163,76 @@ def _compute(
             bar.update(done - bar.n)
     LoaderCache().flush_all()
     flush_notices()
+
+
+def _check_result(folder: Path, plan: PlannedMerge, *, strict: bool) -> None:
+    """Raise a `ConfigError`, or warn, if transformers would not load all of the result."""
+    donor, trust = config_donor(plan.config), plan.options.trust_remote_code
+    origin = Path(LoaderCache().get(donor).index.base_path)
+    try:
+        problem = verify_model(folder, donor, origin, trust_remote_code=trust)
+    except ConfigError as error:
+        _say(plan, f"whether the result loads was not checked: {str(error).splitlines()[0]}")
+        return
+    if problem:
+        text = (
+            f"{folder} is no model that transformers loads whole: {problem}. The files stay. See "
+            "what `slices:` and `modules:` of the config leave out, and what --unplanned carries "
+            "over"
+        )
+        if strict:
+            raise ConfigError(text)
+        click.echo(f"warning: {text}", err=True)
+
+
+def _try_prompt(folder: Path, plan: PlannedMerge, prompt: str) -> None:
+    """Let base and result continue a prompt, and print each with its loss.
+
+    The loss is the mean per token, in nats, of the prompt and the base's continuation; where an
+    encoder reads the prompt, of the continuation alone.
+    """
+    donor, expected = config_donor(plan.config), None
+    origin = Path(LoaderCache().get(donor).index.base_path)  # of an adapter: its base
+    try:
+        with quiet_transformers(), torch.inference_mode():  # one of them is in memory at a time
+            for name, reference, weights in (
+                (donor, donor, origin),
+                (folder, merged_model(folder), folder),
+            ):
+                said, loss = _speak(reference, weights, prompt, expected, plan.options)
+                expected = said if expected is None else expected
+                click.echo(f"{name}: {said!r}, mean loss {loss:.5g}")
+    except Exception as error:  # of many kinds, from model classes, tokenizers and the prompt
+        raise ConfigError(
+            f"the merge is complete, and --try failed, which needs a model that generates text and "
+            f"its tokenizer: {error}"
+        ) from error
+
+
+def _speak(
+    reference: ModelReference,
+    folder: Path,
+    prompt: str,
+    expected: str | None,
+    options: MergeOptions,
+) -> tuple[str, float]:
+    """Return how a model continues a prompt, and its loss on that, or on what is expected."""
+    trust, source = options.trust_remote_code, reference.model
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.path, revision=source.revision, trust_remote_code=trust
+    )
+    kind = model_class(reference.config(trust_remote_code=trust), trust)
+    model = kind.from_pretrained(str(folder), dtype="auto", trust_remote_code=trust)
+    model = model.eval().to(options.device or "cpu")
+
+    def ids(text: str) -> torch.Tensor:
+        return tokenizer(text, return_tensors="pt").input_ids.to(model.device)
+
+    inputs, encoder = ids(prompt), model.config.is_encoder_decoder
+    output = model.generate(inputs, max_new_tokens=20, do_sample=False, num_beams=1)
+    said = tokenizer.decode(
+        output[0, 0 if encoder else inputs.shape[1] :], skip_special_tokens=True
+    )
+    wanted = said if expected is None else expected
+    labels = ids((wanted or prompt) if encoder else prompt + wanted)
+    return said, float(model(inputs if encoder else labels, labels=labels).loss)

@@ -89,18 +89,12 @@ def divide_into_shards(
             held = 0
         groups[-1][name] = size
         held += size
-    stem, suffix = weights_name(plan.options)
     shards = []
     for n, sizes in enumerate(groups):
         part = f"-{n + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         saves = tuple(plan.saves[name] for name in sizes)
-        shards.append(Shard(n, f"{stem}{part}{suffix}", saves, sizes))
+        shards.append(Shard(n, f"model{part}.safetensors", saves, sizes))
     return shards
-
-
-def weights_name(options: MergeOptions) -> tuple[str, str]:
-    """Return stem and suffix of mergekit's files of weights."""
-    return ("model", ".safetensors") if options.safe_serialization else ("pytorch_model", ".bin")
 
 
 def _output_size(save: SaveTensor, checkpoints: Checkpoints, rows: int | None) -> int:
@@ -146,7 +140,7 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     folder = Path(tempfile.mkdtemp(prefix=f"{shard.file}-", dir=job.scratch))
     reports: dict[str, Path] = {}
     saves = [_prepare_save(save, folder, reports) for save in shard.saves]
-    writer = TensorWriter(str(folder), -1, job.options.safe_serialization)
+    writer = TensorWriter(str(folder), -1, safe_serialization=True)
     universe = TaskUniverse(saves)
     values = {universe.get_handle(saves[0].writer_task): writer}
     if job.builder is not None:
@@ -162,7 +156,7 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
             bar.update(shard.sizes[task.tensor_name])
     writer.finalize()
     lines = {to: str(own) for to, own in reports.items() if own.exists()}
-    path = next((p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin")), None)
+    path = next(folder.glob("*.safetensors"), None)
     if path is None:
         return ShardResult(reports=lines, notices=take_notices())
     flush_to_disk(path)

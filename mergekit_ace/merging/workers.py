@@ -24,9 +24,9 @@ from tqdm import tqdm
 from mergekit_ace.merging.shards import MergeJob, Shard, ShardResult, compute_shard
 from mergekit_ace.naming import ConfigError
 
-ATTEMPTS = 3  # with workers that die before a shard is finished
+_ATTEMPTS = 3  # with workers that die before a shard is finished
 # Imported once, by the process from which all workers are forked.
-PRELOADED = ["mergekit_ace.merging.workers", "mergekit.merge_methods"]
+PRELOADED = ["mergekit_ace.merging.run", "mergekit.merge_methods"]
 _WORK: list[Any] = []  # in a worker process: the job, and its shards
 Compute = Callable[[Sequence[Shard], tqdm], Iterator[tuple[Shard, ShardResult]]]
 
@@ -44,7 +44,7 @@ def find_workers(job: MergeJob, count: int, address: str | None, memory: int) ->
         ConfigError: the cluster cannot be used.
     """
     if address is not None:
-        return _find_cluster(job, count, address, memory)
+        return partial(_compute_in_cluster, *_find_cluster(job, address, memory), count)
     if count > 1:
         return partial(_compute_in_processes, job, assign_gpus(job.options.device, count))
     return lambda shards, bar: ((shard, compute_shard(job, shard, bar)) for shard in shards)
@@ -89,8 +89,8 @@ def _compute_in_processes(
             fruitless = 0 if done else fruitless + 1
             gpus = gpus[: max(1, len(gpus) - 1)]
             text = "a worker died: out of memory, or killed"
-            if fruitless == ATTEMPTS:
-                text = f"{ATTEMPTS} times {text}, before it was finished; give fewer --workers"
+            if fruitless == _ATTEMPTS:
+                text = f"{_ATTEMPTS} times {text}, before it was finished; give fewer --workers"
                 yield missing[0], ShardResult(error=text)
             tqdm.write(f"{text}; {min(len(gpus), len(missing))} go on", file=sys.stderr)
 
@@ -105,10 +105,8 @@ def _process_pool(
     """
     methods = multiprocessing.get_all_start_methods()
     best = "forkserver" if "forkserver" in methods else "spawn"
-    start = multiprocessing.get_start_method(allow_none=True) or best
-    context = multiprocessing.get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or best)
+    context.set_forkserver_preload(PRELOADED)
     names = context.SimpleQueue()
     for name in gpus:
         names.put(name)
@@ -140,8 +138,8 @@ def _exit_with_driver() -> None:
         os._exit(1)
 
 
-def _find_cluster(job: MergeJob, count: int, address: str, memory: int) -> Compute:
-    """Connect to a Ray cluster that is there already, and has room for a worker.
+def _find_cluster(job: MergeJob, address: str, memory: int) -> tuple[Any, Any]:
+    """Connect to a Ray cluster that is there already; return Ray, and what submits a shard.
 
     A worker takes as many CPUs as torch has threads, or a GPU, and the memory of the estimate.
     """
@@ -171,10 +169,10 @@ def _find_cluster(job: MergeJob, count: int, address: str, memory: int) -> Compu
         num_cpus=needed["CPU"],
         num_gpus=needed["GPU"],
         memory=memory,
-        max_retries=ATTEMPTS - 1,  # where a worker dies, or its node
+        max_retries=_ATTEMPTS - 1,  # where a worker dies, or its node
         max_calls=0,  # a process computes many shards, also with a GPU
     )(compute_shard)
-    return partial(_compute_in_cluster, ray, partial(task.remote, ray.put(job)), count)
+    return ray, partial(task.remote, ray.put(job))
 
 
 def _compute_in_cluster(

@@ -50,7 +50,7 @@ from mergekit_ace.naming import ConfigError, listed, natural_order, without_numb
 from mergekit_ace.planning import (
     PlannedMerge,
     PlannedTensor,
-    find_models,
+    check_inputs,
     plan_merge,
     read_merge_config,
 )
@@ -128,7 +128,7 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
             f"inspect compares full models, and {listed(adapters)} are adapters; add "
             "--lora-merge-cache DIR --lora-merge-dtype float32, to merge them into their base there"
         )
-    find_models(config)
+    check_inputs(config)
     LoaderCache().setup(options)
     open_quantised(config.referenced_models())
     plan = plan_merge(config, source, options)

@@ -102,12 +102,6 @@ def without_head_in_the_config(paths, config) -> None:
         rewrite(path, lambda tensors: tensors.pop("lm_head.weight"))
 
 
-def pickled(paths, config) -> None:
-    file = Path(paths[1]) / "model.safetensors"
-    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
-    file.unlink()
-
-
 def sharded(paths, config) -> None:
     shutil.rmtree(paths[1])
     tiny_llama(3).save_pretrained(paths[1], max_shard_size="20KB")
@@ -139,7 +133,6 @@ CHECKPOINTS: dict[str, Make] = {
     "all tokens": tokenizer_source("union", ALL, ALL[::-1], [*ALL, "b"]),
     "a template": template,
     "tied": without_head_in_the_config,
-    "old pickles": pickled,
     "shards": sharded,
     "an adapter": adapter(),
     "an adapter of a quantised copy": adapter("x/base-bnb-4bit"),

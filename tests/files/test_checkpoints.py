@@ -168,13 +168,9 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
     "an adapter": (without_weights("adapter_config.json"), ("it is an adapter", "write BASE+")),
     "shards without index": (without_weights(SHARDS[0]), ("holds no weights", SHARDS[0], INDEX)),
-    "pickle that is cut": (
-        without_weights("pytorch_model.bin", b"PK\x03\x04 and so on"),
-        ("pytorch_model.bin", "safetensors"),
-    ),
-    "pickle of code": (
+    "pickle": (
         without_weights("pytorch_model.bin", CODE),
-        ("pytorch_model.bin", "or holds more than tensors", "or the model's safetensors files"),
+        ("pytorch_model.bin", "a .bin is a pickle, which may hold code; load it by transformers"),
     ),
     "no config": (lambda f: (f / "config.json").unlink(), ("expert0/config.json", "is missing")),
     "config without JSON": (replace("config.json", "{'a': 1"), ("config.json", "not JSON", AGAIN)),

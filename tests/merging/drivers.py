@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,15 +22,21 @@ from mergekit_ace.merging.workers import PRELOADED
 SHARD_BYTES = 6_000
 
 
-def drive(config: Path, out: Path, workers: int) -> None:
-    """A driver, and its workers, in a process group of their own."""
+def drive(config: Path, out: Path, bars_locked: bool) -> None:
+    """A driver, and its two workers, in a process group of their own.
+
+    Args:
+        bars_locked: have the lock of its bars all the time, as if a worker had died with it.
+    """
     os.setpgrp()
     out.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr = open(errors_file(out), "w")  # noqa: SIM115  # open until the process ends
     # the process that this one was forked from has imported everything already
     multiprocessing.set_start_method("fork", force=True)
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
-    run_shards(config, str(out), options, MergeSettings(workers))
+    if bars_locked:
+        tqdm.get_lock().acquire()
+    run_shards(config, str(out), options, MergeSettings(workers=2))
 
 
 def errors_file(out: Path) -> Path:
@@ -39,30 +44,13 @@ def errors_file(out: Path) -> Path:
     return out.with_name("errors.txt")
 
 
-def deaths(out: Path) -> int:
-    """How often a worker died."""
-    return errors_file(out).read_text().count("a worker died")
-
-
-def drive_with_bars_locked(config: Path, out: Path, workers: int) -> None:
-    """A driver that has the lock of its bars all the time, as if a worker had died with it."""
-    with tqdm.get_lock():
-        drive(config, out, workers)
-
-
 class Driver:
     """A merge in another process."""
 
-    def __init__(
-        self,
-        config: Path,
-        out: Path,
-        workers: int,
-        target: Callable[[Path, Path, int], None] = drive,
-    ):
+    def __init__(self, config: Path, out: Path, bars_locked: bool = False):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "mergekit_ace.merging.run"])
-        self.process = context.Process(target=target, args=(config, out, workers))
+        context.set_forkserver_preload(PRELOADED)
+        self.process = context.Process(target=drive, args=(config, out, bars_locked))
         self.process.start()
 
     def end(self) -> int | None:
@@ -75,37 +63,33 @@ class Driver:
         except psutil.NoSuchProcess:
             return []
 
-    def stopped(self) -> list[psutil.Process]:
-        """Stop the driver, so that it starts no more workers; those that it has."""
+    def kill_worker(self) -> None:
+        for worker in self.workers()[:1]:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+
+    def kill(self, *, everything: bool) -> None:
+        """Kill the driver, at once with its workers, or alone: they end by themselves."""
         with suppress(psutil.NoSuchProcess):
-            psutil.Process(self.process.pid).suspend()
-        return self.workers()
-
-    def kill(self) -> None:
-        """Kill the driver alone; its workers end by themselves."""
-        workers = self.stopped()
-        self.process.kill()
-        self.process.join()
-        assert all(gone(worker) for worker in workers)
-
-    def kill_all(self) -> None:
-        """Kill the driver and its workers at once."""
-        workers = self.stopped()
+            psutil.Process(self.process.pid).suspend()  # so that it starts no more workers
+        workers = self.workers()
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if everything:
+                os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # not yet a group of its own, or at its end
-            self.process.kill()
+            pass
+        self.process.kill()
         self.process.join()
         assert all(gone(worker) for worker in workers)  # forked, they have its lock
 
 
 def gone(process: psutil.Process) -> bool:
     """Whether a process ends within half a minute."""
-    for _ in range(300):
+    for _ in range(3000):
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 return True
         except psutil.NoSuchProcess:
             return True
-        time.sleep(0.1)
+        time.sleep(0.01)
     return False

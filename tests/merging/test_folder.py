@@ -46,7 +46,7 @@ def test_a_model_is_not_overwritten_unasked(tmp_path, config, name):
     assert_same(tmp_path / "again" / "merged", out)
 
 
-@pytest.mark.parametrize("flags", [(), ("--resume",), ("--overwrite",)])
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 def test_a_folder_of_other_files_is_refused(tmp_path, config, monkeypatch, flags):
     """Such as that in which the command is given."""
     (tmp_path / "README.md").write_text("By hand.")
@@ -85,14 +85,13 @@ def test_a_model_whose_files_are_links_into_the_output(tmp_path, family):
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["merge_manifest.json", "README.md", ".merging/report.jsonl"])
+@pytest.mark.parametrize("name", ["README.md", ".merging/report.jsonl"])
 def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
     out = tmp_path / "out"
     (out / ".merging").mkdir(parents=True)
     parameters = {"report": str(out / name)}
     config = write_config(tmp_path / "m.yml", ace_config(family, parameters=parameters))
-    for flags in ((), ("--overwrite",)):
-        assert f"{out / name} is needed by the merge" in refusal(config, out, *flags)
+    assert f"{out / name} is needed by the merge" in refusal(config, out, "--overwrite")
     assert not (out / name).exists()
 
 
@@ -109,14 +108,13 @@ def test_what_may_lie_in_the_output(tmp_path, family):
 
 
 @pytest.mark.parametrize("name", [SCRATCH_FOLDER, MORE_TEMPLATES, LOCK_FILE])
-@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
-def test_links_that_lead_elsewhere(tmp_path, config, flags, name):
+def test_links_that_lead_elsewhere(tmp_path, config, name):
     victim, out = tmp_path / "victim", tmp_path / "merged"
     victim.mkdir()
     (victim / "one.jinja").write_text("kept")
     out.mkdir()
     (out / name).symlink_to(victim / "one.jinja" if name == LOCK_FILE else victim)
-    assert f"{out / name} is a link" in refusal(config, out, *flags)
+    assert f"{out / name} is a link" in refusal(config, out, "--overwrite")
     assert (victim / "one.jinja").read_text() == "kept"
 
 

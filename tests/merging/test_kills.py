@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kill -9` at ten moments, of each kind: the result is the same, nothing is done twice."""
+"""Processes: `kill -9` of each kind leaves the result the same, and nothing is done twice."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
 from checkpoints import ace_config
-from drivers import SHARD_BYTES, Driver, deaths, drive_with_bars_locked, errors_file
+from drivers import SHARD_BYTES, Driver, errors_file
+from mergekit.options import MergeOptions
 from sharded import assert_same, command, finished, save_llamas, tensors_of, write_config
 
+from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging.output import Manifest
+from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeJob, Shard, compute_shard
+from mergekit_ace.merging.workers import assign_gpus
 
 SHARDS = ("--out-shard-size", str(SHARD_BYTES), "--quiet")
+KILLS = 5  # of each kind
 
 
 @pytest.fixture(scope="module")
@@ -28,28 +33,33 @@ def merge(tmp_path_factory) -> tuple[Path, Path]:
     paths = save_llamas(folder, num_hidden_layers=1)
     report = {"report": str(folder / "report.jsonl")}
     config = write_config(folder / "merge.yml", ace_config(paths, parameters=report))
-    assert Driver(config, folder / "reference" / "merged", 1).end() == 0
+    command(config, folder / "reference" / "merged", *SHARDS)
     return config, folder / "reference" / "merged"
 
 
 @pytest.fixture(scope="module")
-def moments(merge) -> list[float]:
-    """Ten seconds from the start, while a merge takes on this machine."""
-    config, _ = merge
+def duration(merge) -> float:
+    """Seconds that a merge with two workers takes on this machine."""
+    out, driver = begin(merge)
     start = time.monotonic()
-    assert Driver(config, config.parent / "first", 2).end() == 0
-    duration, source = time.monotonic() - start, random.Random(20)
-    print(f"a merge takes {duration:.2f} s")  # shown if the test fails
-    return [source.uniform(0.0, duration) for _ in range(10)]
+    assert driver.end() == 0
+    check(merge, out, {})
+    return time.monotonic() - start
 
 
-def begin(merge: tuple[Path, Path]) -> tuple[Path, Driver]:
+def begin(merge: tuple[Path, Path], **settings) -> tuple[Path, Driver]:
     """Start a merge with two workers."""
     config, _ = merge
     out = config.parent / "killed" / "merged"
     shutil.rmtree(out, ignore_errors=True)
     (config.parent / "report.jsonl").unlink(missing_ok=True)
-    return out, Driver(config, out, 2)
+    return out, Driver(config, out, **settings)
+
+
+def wait_for(driver: Driver, out: Path, shards: int) -> None:
+    """Wait until so many shards are finished, and a worker is there."""
+    while driver.process.is_alive() and not (len(finished(out)) >= shards and driver.workers()):
+        time.sleep(0.002)
 
 
 def check(merge: tuple[Path, Path], out: Path, before: dict[str, int]) -> None:
@@ -62,17 +72,17 @@ def check(merge: tuple[Path, Path], out: Path, before: dict[str, int]) -> None:
     assert {json.loads(line)["tensor"] for line in lines} == set(tensors_of(out))
 
 
-@pytest.mark.parametrize("kill", [Driver.kill, Driver.kill_all], ids=["driver", "everything"])
-def test_kills_and_resumes(merge, moments, kill):
-    between = 0  # kills between the first shard and the end
-    for n, moment in enumerate(moments):
+@pytest.mark.parametrize("everything", [False, True], ids=["driver", "everything"])
+def test_kills_and_resumes(merge, duration, everything):
+    """At moments by chance, and after one to three shards."""
+    source, between = random.Random(20), 0  # kills between the first shard and the end
+    for n in range(KILLS):
         out, driver = begin(merge)
-        if n % 2:  # half of them after one to five shards, wherever that is
-            while driver.process.is_alive() and len(finished(out)) <= n // 2:
-                time.sleep(0.002)
+        if n % 2:
+            wait_for(driver, out, n // 2 + 1)
         else:
-            time.sleep(moment)
-        kill(driver)
+            time.sleep(source.uniform(0, duration))
+        driver.kill(everything=everything)
         before, manifest = finished(out), Manifest.read(out)
         between += bool(before) and manifest is not None and not manifest.complete
         command(merge[0], out, *SHARDS)
@@ -83,20 +93,16 @@ def test_kills_and_resumes(merge, moments, kill):
 def test_workers(merge):
     """The run goes on with one worker less; what is finished is not computed again."""
     died = 0
-    for shards in range(10):
+    for shards in range(KILLS):
         out, driver = begin(merge)
-        while driver.process.is_alive() and len(finished(out)) < shards:
-            time.sleep(0.002)
-        while driver.process.is_alive() and not driver.workers():
-            time.sleep(0.002)
-        for worker in driver.workers()[:1]:
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
+        wait_for(driver, out, shards)
+        driver.kill_worker()
         before = finished(out)
         assert driver.end() == 0
         check(merge, out, before)
-        assert deaths(out) <= 1
-        died += deaths(out)
+        deaths = errors_file(out).read_text().count("a worker died")
+        assert deaths <= 1
+        died += deaths
     assert died > 0
 
 
@@ -104,9 +110,7 @@ def test_workers_that_always_die(merge):
     """The run ends, says why, and keeps what is finished."""
     out, driver = begin(merge)
     while driver.process.is_alive():
-        for worker in driver.workers():
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
+        driver.kill_worker()
         time.sleep(0.002)
     assert driver.end() == 1
     assert "3 times a worker died: out of memory, or killed" in errors_file(out).read_text()
@@ -116,11 +120,40 @@ def test_workers_that_always_die(merge):
 
 def test_a_lock_that_nobody_gives_back(merge):
     """Workers wait for no lock of the driver, or of each other: its owner may be killed."""
-    config, reference = merge
-    out = config.parent / "locked" / "merged"
-    driver = Driver(config, out, 2, target=drive_with_bars_locked)
+    out, driver = begin(merge, bars_locked=True)
     try:
         assert driver.end() == 0
     finally:
-        driver.kill_all()
-    assert_same(reference, out)
+        driver.kill(everything=True)
+    check(merge, out, {})
+
+
+def test_processes(tmp_path, monkeypatch, caplog):
+    """Models by relative paths, which workers know, too; their notices are said once."""
+    names = [os.path.relpath(path, tmp_path) for path in save_llamas(tmp_path)]
+    settings = ace_config([f"./{name}" for name in names], parameters={"lambda": 1e7})
+    config = write_config(tmp_path / "merge.yml", settings)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--out-shard-size", "12000", "--no-check")
+    command(config, "two/merged", *flags, "--workers", 2)
+    assert caplog.text.count("came out with entries above 65504") == 1
+    command(config, tmp_path / "one" / "merged", *flags)
+    assert_same(tmp_path / "one" / "merged", tmp_path / "two" / "merged")
+
+
+def test_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert assign_gpus("cpu", 3) == [None] * 3
+    assert assign_gpus("cuda", 2) == ["2", "5"]
+    assert assign_gpus("cuda", 3) == ["2", "5", "2"]
+
+
+def test_other_packages(tmp_path):
+    """On a node of a cluster that was set up at another time."""
+    versions = {**package_versions(*MERGE_PACKAGES), "torch": "0.1"}
+    job = MergeJob(MergeOptions(), None, None, str(tmp_path), versions=versions)
+    result = compute_shard(job, Shard(3, "model.safetensors", (), {}))
+    assert "a worker has other packages" in result.error
+    assert "'torch': '0.1'" in result.error
+    assert not list(tmp_path.iterdir())

@@ -22,10 +22,8 @@ FILES = {
 SETTINGS = {
     "none": {},
     "union": {"tokenizer": {"source": "union"}},
-    "padded": {"tokenizer": {"source": "base", "pad_to_multiple_of": 8}},
     "legacy": {"tokenizer_source": "base"},
     "template": {"chat_template": "chatml"},
-    "both": {"tokenizer": {"source": "base"}, "chat_template": "chatml"},
 }
 
 

@@ -67,7 +67,7 @@ def built(name: str):
     return MODELS[name][0]()
 
 
-@pytest.mark.parametrize("name", ["check", "inspect", "merge", "adapter"])
+@pytest.mark.parametrize("name", ["check", "merge", "adapter"])
 def test_a_device_that_is_not_there(tmp_path, paths, name):
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
     out = [] if name == "check" else [str(tmp_path / "out")]
@@ -77,17 +77,10 @@ def test_a_device_that_is_not_there(tmp_path, paths, name):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parameters": {"epsilom": 1}}, "did you mean 'epsilon'?"),
-        ({"tokeniser": {"source": "base"}}, "did you mean 'tokenizer'?"),
-    ],
-)
-def test_errors_end_it_before_it_starts(tmp_path, paths, change, message):
-    config = write_config(tmp_path / "merge.yml", ace_config(paths) | change)
-    text = refusal(config, tmp_path / "merged")
-    assert message in text
+def test_errors_end_it_before_it_starts(tmp_path, paths):
+    settings = ace_config(paths, parameters={"epsilom": 1})
+    text = refusal(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
+    assert "did you mean 'epsilon'?" in text
     assert "Nothing was merged; --no-check leaves this check out" in text
     assert not (tmp_path / "merged").exists()
 
@@ -144,9 +137,8 @@ def test_more_layers_of_two_kinds(tmp_path):
     assert model.config.layer_types == [*kinds, "sliding_attention"]
 
 
-@pytest.mark.parametrize("flags", [(), SHARDS, ("--no-safe-serialization",)])
-@pytest.mark.parametrize("moved", [0.0, 0.02])
-def test_heads_that_experts_of_a_tied_base_store(tmp_path, flags, moved):
+@pytest.mark.parametrize(("moved", "flags"), [(0.0, ()), (0.02, SHARDS)])
+def test_heads_that_experts_of_a_tied_base_store(tmp_path, moved, flags):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
     for seed, path in enumerate(paths[1:]):
         noise = torch.randn(40, 32, generator=torch.Generator().manual_seed(seed))
@@ -263,7 +255,6 @@ def test_a_trial_says_what_transformers_says(tmp_path, paths):
             logits = model(ids).logits[0, :-1].double().log_softmax(-1)
         mean = -logits.gather(1, ids[0, 1:, None]).mean()
         assert math.isclose(loss, float(mean), rel_tol=1e-4)
-    assert trials(command(config, out, "--try", PROMPT, "--quiet")) == found  # again
 
 
 def test_a_model_that_knows_less_has_a_larger_loss(tmp_path, paths):
@@ -281,9 +272,7 @@ def test_a_trial_of_an_encoder_and_decoder(tmp_path):
     assert [math.isfinite(loss) for *_, loss in found] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt"), [("vit", PROMPT), ("roberta", PROMPT), ("llama", " "), ("llama", "t39")]
-)
+@pytest.mark.parametrize(("name", "prompt"), [("vit", PROMPT), ("llama", " "), ("llama", "t39")])
 def test_trials_that_fail(tmp_path, name, prompt):
     """The merge is complete: of models without text, prompts of nothing, tokens without a row."""
     model = tiny_llama(vocab_size=30) if name == "llama" else built(name)
