@@ -240,10 +240,7 @@ def _identity(model: ModelReference) -> str:
 
 
 def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
-    """Find settings that are allowed, and reach no tensor, or nothing but the base.
-
-    What our methods would say at the first tensor that settings do not fit is said here.
-    """
+    """Find settings that are allowed, and reach no tensor, or do not fit one."""
     spec, tensors = plan.method.spec, plan.tensors
     known = {parameter.name for parameter in spec.parameters}
     of_experts = {parameter.name for parameter in spec.input_parameters}

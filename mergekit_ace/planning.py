@@ -38,7 +38,7 @@ from mergekit_ace.methods.architecture import find_architecture, stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
 from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
 
-WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
+_WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
 # Settings of transformers' configs with an entry per layer.
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 # What to write where mergekit reads another type, by key.
@@ -67,11 +67,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> tuple[Any, str]:
-    """Return the content of a YAML file, and its text.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, or has a key twice.
-    """
+    """Return the content of a YAML file, and its text."""
     try:
         source = path.read_text(encoding="utf-8")
         return UniqueKeyLoader(source).get_single_data(), source
@@ -251,11 +247,7 @@ def plan_merge(
         unplanned: what is to be merged beside what mergekit plans.
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
             the rest; and without which mergekit leaves out what it has to convert in some layers.
-        as_run: whether tensors come in the order in which mergekit would merge them, instead of
-            that of the architecture.
-
-    Raises:
-        RuntimeError, ValueError, OSError: whatever mergekit, or a merge method, says to the plan.
+        as_run: order tensors as mergekit would merge them, not as the architecture has them.
     """
     LoaderCache().setup(options)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
@@ -272,7 +264,12 @@ def plan_merge(
                 "base_model out, or list it under `models:` with a weight of its own"
             )
         elif "same number of layers" in text and not config.slices:
-            remedy = ": see `num_hidden_layers` in config.json, and remove the model that differs"
+            configs = {m: m.config(options.trust_remote_code) for m in config.referenced_models()}
+            depths = (
+                f"{model} has {getattr(one.get_text_config(), 'num_hidden_layers', 'some')}"
+                for model, one in configs.items()
+            )
+            remedy = f": {', '.join(depths)} by config.json; remove the one that differs"
         raise RuntimeError(text + remedy) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
@@ -292,10 +289,8 @@ def plan_merge(
 def _result_config(
     config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
 ) -> PretrainedConfig:
-    """Return the config of a result as mergekit makes it, with lists of as many layers as it has.
-
-    The dtype is set here, under the name of which transformers does not complain.
-    """
+    """Return the config of a result as mergekit makes it, with lists as long as its layers."""
+    # transformers complains of the name under which mergekit sets the dtype
     plain = config.model_copy(update={"dtype": None, "out_dtype": None})
     result = _model_out_config(plain, architecture, options.trust_remote_code)
     if config.out_dtype or config.dtype:
@@ -313,8 +308,7 @@ def _result_config(
 def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
     """Return the settings with an entry per layer that the result of a merge in slices has to have.
 
-    mergekit changes the number of layers alone, and transformers saves no config whose number of
-    layers is another one than that of these entries.
+    mergekit leaves the base's there, and transformers saves no config that contradicts itself.
     """
     found: dict[str, list[Any]] = {}
     for piece in config.slices or ():
@@ -365,7 +359,7 @@ class HeaderPlanner(MergePlanner):
             weight = weight.model_copy(update={"force_dtype": dtype})
             weights = {m: w.model_copy(update={"force_dtype": dtype}) for m, w in weights.items()}
         base = self.config.base_model if self.config.base_model in weights else models[0]
-        of_base = dtype in WHOLE_NUMBERS or (weight.optional and list(headers) == [base])
+        of_base = dtype in _WHOLE_NUMBERS or (weight.optional and list(headers) == [base])
         if len(models) > 1 and self._has_other_labels(headers):
             self.heads.append(weight.name)
             of_base = True
@@ -415,10 +409,9 @@ class HeaderPlanner(MergePlanner):
 
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
-        counts = {model: self.checkpoints[model].labels for model in headers}
-        return len(set(counts.values())) > 1 and all(
-            header.shape[:1] == (counts[model],) for model, header in headers.items()
-        )
+        labels = [(self.checkpoints[model].labels,) for model in headers]
+        rows = [header.shape[:1] for header in headers.values()]
+        return len(set(labels)) > 1 and rows == labels
 
     def _own_dtype(self, name: str, headers: Mapping[ModelReference, TensorHeader]) -> str | None:
         """Return the dtype that a tensor keeps: one of whole numbers, or a wider one.
@@ -432,7 +425,7 @@ class HeaderPlanner(MergePlanner):
             return None
         dtype = DTYPES[next(iter(stored))]
         own = str(dtype).removeprefix("torch.")
-        if own in WHOLE_NUMBERS:
+        if own in _WHOLE_NUMBERS:
             return own
         result = dtype_from_name(self.config.out_dtype or self.config.dtype)
         main = {self.checkpoints[model].main_dtype for model in headers}

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -33,6 +34,16 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "msedge")
 # No calls home, and no sandbox, which root cannot have.
 BROWSER_FLAGS = """--no-sandbox --disable-gpu --no-first-run --disable-background-networking
     --disable-component-update --disable-sync --disable-quic""".split()
+
+
+# Files of few tests that take long: these come first, then those of most tests, so that no worker
+# is left alone with them at the end.
+SLOW = ("test_evidence", "test_kills", "test_install", "test_cluster", "test_published_tables")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.stem not in SLOW, -counts[item.path], item.path))
 
 
 @pytest.fixture

@@ -259,9 +259,7 @@ def find_model_file(
 ) -> Path | None:
     """Return where a small file of a model lies; None where it has none, or is not to be had.
 
-    Args:
-        beside: where relative names of models are looked for as well.
-        cache: of transformers, for models on the Hub.
+    Relative names are looked for in `beside`, too; `cache` is for models on the Hub.
     """
     for folder in (Path(model.path).expanduser(), beside / model.path):
         if folder.is_dir():
@@ -281,12 +279,7 @@ def add_model_files(
 
     The generation config names end tokens by their numbers, so it comes from the same model as the
     tokenizer. Code of a local model is copied, not run. Nothing that is there is touched.
-
-    Args:
-        beside, cache: see `find_model_file`.
-
-    Returns:
-        The models by the names of the files that were added.
+    The models are returned by the names of the files that were added.
     """
     speaker, donor = tokenizer_donor(config), config_donor(config)
     expected = {GENERATION: speaker, **dict.fromkeys(_PROCESSORS, donor)}
@@ -294,9 +287,9 @@ def add_model_files(
     code = json_or_empty(settings).get("auto_map")
     if settings and code and "--" not in str(code):  # else it names the Hub's repository
         expected |= {path.name: donor for path in settings.parent.glob("*.py")}
-    own = json_or_empty(folder / TOKENIZER_CONFIG).get("chat_template") or config.chat_template
-    has_template = own or any((folder / name).exists() for name in _TEMPLATES)
-    if (folder / TOKENIZER_CONFIG).is_file() and not has_template:
+    settings = folder / TOKENIZER_CONFIG
+    own = json_or_empty(settings).get("chat_template") or config.chat_template
+    if settings.is_file() and not own and not any((folder / name).exists() for name in _TEMPLATES):
         expected |= dict.fromkeys(_TEMPLATES, speaker)
     added = {}
     for name, model in expected.items():
@@ -310,11 +303,7 @@ def add_model_files(
 def lost_model_files(
     config: MergeConfiguration, kept: Collection[str]
 ) -> dict[str, ModelReference]:
-    """Return what `mergekit-yaml` would leave out: models by the names of their files.
-
-    Args:
-        kept: files that mergekit's architecture names.
-    """
+    """Return what `mergekit-yaml` would leave out, but for `kept`: models by names of files."""
     base, speaker = config_donor(config), tokenizer_donor(config)
     has_tokenizer = find_model_file(base.model, TOKENIZER_CONFIG)
     loaded = any(find_model_file(base.model, f"tokenizer.{end}") for end in ("json", "model"))
@@ -329,11 +318,8 @@ def lost_model_files(
 
 
 def _is_derived(path: Path) -> bool:
-    """Tell whether transformers makes a generation config from `config.json`, whenever it loads.
-
-    One that was made so may have been changed since, and then bears the mark all the same.
-    """
+    """Tell whether transformers makes a generation config from `config.json`, whenever it loads."""
     own, config = json_or_empty(path), json_or_empty(path.with_name("config.json"))
     shared = own.keys() & config.keys() - {"transformers_version"}  # of whoever wrote the file
-    made = path.name == GENERATION and own.get("_from_model_config")
+    made = path.name == GENERATION and own.get("_from_model_config")  # and may be edited since
     return bool(made) and all(own[name] == config[name] for name in shared)

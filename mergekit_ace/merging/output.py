@@ -82,20 +82,16 @@ class Manifest(BaseModel):
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
     def compare(self, folder: Path, shards: Sequence[Shard]) -> tuple[list[str], list[str]]:
-        """Compare a folder with what was finished in it.
+        """Return files that are lost, which are forgotten, and others that somebody has edited.
 
-        Returns:
-            The files that are gone, and the weights that differ, which count as unfinished from now
-            on; and the other files that differ, which somebody has edited.
+        Weights that differ are lost, too.
         """
         sizes = {shard.file: shard.bytes for shard in shards}
         lost, edited = [], []
         for name, recorded in list(self.files.items()):
             path = folder / name
             there = path.is_file() and not path.is_symlink()  # a link is none of ours
-            if not there and not recorded and not sizes.get(name):
-                continue
-            if there and sha256(path) == recorded:
+            if recorded == (sha256(path) if there else "") and (recorded or not sizes.get(name)):
                 continue
             if there and name not in sizes and name != _INDEX:
                 edited.append(name)
@@ -115,8 +111,7 @@ class OutputFolder:
     def check_own(self, *, overwrite: bool) -> None:
         """Raise a `ConfigError` for a folder that holds what no merge has written.
 
-        Args:
-            overwrite: whether a model may be there, which is dropped.
+        With `overwrite`, a model may be there, which is dropped.
         """
         for path in map(self.path.joinpath, (SCRATCH_FOLDER, LOCK_FILE, MORE_TEMPLATES)):
             if path.is_symlink():
@@ -125,19 +120,18 @@ class OutputFolder:
             return
         killed = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # what a kill leaves
         foreign = sorted(path.name for path in self.path.iterdir() if path.name not in killed)
-        model = [n for n in foreign for part in (*_MARKS, *_WEIGHTS) if fnmatch(n, part)]
+        model = [n for n in foreign if any(fnmatch(n, part) for part in (*_MARKS, *_WEIGHTS))]
         if foreign and not (model and overwrite):
             raise ConfigError(
                 f"{self.path} holds {'a model that is' if model else 'files that are'} none of a "
-                f"merge ({', '.join([*dict.fromkeys(model + foreign)][:3])}); choose a directory "
-                f"that is new or empty{', or --overwrite' if model else ''}"
+                f"merge ({', '.join((model or foreign)[:3])}); choose a directory that is new or "
+                f"empty{', or --overwrite' if model else ''}"
             )
 
     def check_inputs(self, read: Iterable[Path], reports: Iterable[str]) -> None:
         """Raise a `ConfigError` for what the merge reads that lies here, itself or by a link.
 
-        Args:
-            reports: files that may lie here, too, but not under a name of the result.
+        Reports may, but not under a name of the result.
         """
         root = self.path.resolve()
         for path in (*read, *map(Path, reports)):
@@ -153,19 +147,17 @@ class OutputFolder:
     def begin(self, *, overwrite: bool, kept: Collection[str]) -> None:
         """Let the directory no longer look like a model, and remove what killed workers have left.
 
-        Args:
-            overwrite: drop the model, or the unfinished merge, that is there.
-            kept: files that stay.
+        With `overwrite`, drop the model, or the unfinished merge, that is there.
         """
         for name in set(_MARKS) - set(kept):
             (self.path / name).unlink(missing_ok=True)
+        for pattern in (MANIFEST_FILE, *_WEIGHTS, *READ_BESIDE) if overwrite else ():
+            for path in self.path.glob(pattern):
+                path.unlink()
         if overwrite:
-            for pattern in (MANIFEST_FILE, *_WEIGHTS, *READ_BESIDE):
-                for path in self.path.glob(pattern):
-                    path.unlink()
             shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir(exist_ok=True)
+        self.scratch.mkdir()
 
     def move_in(self, source: Path, name: str) -> None:
         """Give a file that is on the disk its name in the directory."""
@@ -181,13 +173,10 @@ def complete_model(
     shards: Sequence[Shard],
     kept: Collection[str],
 ) -> dict[str, str]:
-    """Add what makes finished shards a model, as `mergekit-yaml`, and what that leaves out.
+    """Make finished shards a model, with all that is beside weights; return hashes by file.
 
-    All of it is written below `.merging/` first and then moved into place, `config.json` last, but
-    for files that are kept.
-
-    Returns:
-        SHA-256 of every file that was written, by name.
+    The files are written below `.merging/` and then moved into place, `config.json` last, but for
+    those that are kept.
     """
     staging = folder.scratch / "complete"
     staging.mkdir()
@@ -204,8 +193,10 @@ def complete_model(
         }
         (staging / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
     if tokenizer is not None:
-        multiple = plan.vocabulary_multiple
-        _update_config_vocab(plan.out_config, plan.architecture, tokenizer.tokenizer, multiple)
+        built, multiple = tokenizer.tokenizer, plan.vocabulary_multiple
+        _update_config_vocab(plan.out_config, plan.architecture, built, multiple)
+        _set_chat_template(built, plan.config)
+        built.save_pretrained(staging)
     _untie_head(plan, stored)
     plan.out_config.save_pretrained(staging)
     if plan.options.write_model_card:
@@ -213,16 +204,11 @@ def complete_model(
         (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
     # mergekit would merge an adapter to copy files from it
     donor = plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
-    if tokenizer is not None:
-        _set_chat_template(tokenizer.tokenizer, plan.config)
-        tokenizer.tokenizer.save_pretrained(staging)
-    elif plan.options.copy_tokenizer:
+    if tokenizer is None and plan.options.copy_tokenizer:
         try:
             _copy_tokenizer(donor, str(staging), plan.options)
         except Exception as error:  # as mergekit: the weights are worth keeping without it
             _LOG.error("The result has no tokenizer, as none can be copied: %s", error)
-    elif plan.config.chat_template:
-        _LOG.warning("There is no tokenizer in the result, so its chat_template: is not saved")
     along = plan.architecture.tagalong_files or []
     _copy_tagalong_files(donor, str(staging), along, plan.options)
     add_model_files(plan.config, staging, cache=plan.options.transformers_cache)

@@ -69,10 +69,7 @@ def plan_run(
 ) -> tuple[PlannedMerge, dict[ModelReference, Checkpoint]]:
     """Check a merge, find or download its models, and plan; also return their headers.
 
-    Raises:
-        FileError: a file of a model is missing or damaged.
-        ConfigError: something is wrong, or mergekit leaves out tensors, and nobody has said what to
-            do with them; the message names all of it, with the remedies.
+    A `ConfigError` names all that is wrong, or that mergekit leaves out, with the remedies.
     """
     if settings.strict:
         findings = check_merge(path, options, unplanned=settings.unplanned).findings

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 import torch
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from tqdm import tqdm
@@ -37,13 +36,7 @@ from mergekit_ace.planning import PlannedMerge, check_inputs
 def run_shards(
     config: Path, out: str, options: MergeOptions, settings: MergeSettings | None = None
 ) -> None:
-    """Merge shard by shard, as `mergekit-ace merge` does.
-
-    Raises:
-        ConfigError: the directory holds something else, a check fails, or a shard cannot be
-            computed.
-        FileError, RuntimeError, ValueError, OSError: what is wrong with inputs or the plan.
-    """
+    """Merge shard by shard, as `mergekit-ace merge` does; errors say what to do about them."""
     settings, folder, start = settings or MergeSettings(), OutputFolder(out), time.monotonic()
     _check_flags(options)
     folder.check_own(overwrite=settings.overwrite)
@@ -193,46 +186,28 @@ def _try_prompt(folder: Path, plan: PlannedMerge, prompt: str) -> None:
     """
     donor, expected = config_donor(plan.config), None
     origin = Path(LoaderCache().get(donor).index.base_path)  # of an adapter: its base
+    trust, device = plan.options.trust_remote_code, plan.options.device or "cpu"
     try:
-        with quiet_transformers(), torch.inference_mode():  # one of them is in memory at a time
-            for name, reference, weights in (
-                (donor, donor, origin),
-                (folder, merged_model(folder), folder),
-            ):
-                said, loss = _speak(reference, weights, prompt, expected, plan.options)
+        for reference, weights in ((donor, origin), (merged_model(folder), folder)):
+            source, kind = reference.model, model_class(reference.config(trust), trust)
+            with quiet_transformers(), torch.inference_mode():  # one of them is in memory at a time
+                tokenizer = AutoTokenizer.from_pretrained(
+                    source.path, revision=source.revision, trust_remote_code=trust
+                )
+                model = kind.from_pretrained(weights, dtype="auto", trust_remote_code=trust)
+                model = model.eval().to(device)
+                inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+                output = model.generate(inputs, max_new_tokens=20, do_sample=False, num_beams=1)
+                encoder = model.config.is_encoder_decoder
+                start = 0 if encoder else inputs.shape[1]
+                said = tokenizer.decode(output[0, start:], skip_special_tokens=True)
                 expected = said if expected is None else expected
-                click.echo(f"{name}: {said!r}, mean loss {loss:.5g}")
+                text = (expected or prompt) if encoder else prompt + expected
+                labels = tokenizer(text, return_tensors="pt").input_ids.to(device)
+                loss = float(model(inputs if encoder else labels, labels=labels).loss)
+            click.echo(f"{source}: {said!r}, mean loss {loss:.5g}")
     except Exception as error:  # of many kinds, from model classes, tokenizers and the prompt
         raise ConfigError(
             f"the merge is complete, and --try failed, which needs a model that generates text and "
             f"its tokenizer: {error}"
         ) from error
-
-
-def _speak(
-    reference: ModelReference,
-    folder: Path,
-    prompt: str,
-    expected: str | None,
-    options: MergeOptions,
-) -> tuple[str, float]:
-    """Return how a model continues a prompt, and its loss on that, or on what is expected."""
-    trust, source = options.trust_remote_code, reference.model
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.path, revision=source.revision, trust_remote_code=trust
-    )
-    kind = model_class(reference.config(trust_remote_code=trust), trust)
-    model = kind.from_pretrained(str(folder), dtype="auto", trust_remote_code=trust)
-    model = model.eval().to(options.device or "cpu")
-
-    def ids(text: str) -> torch.Tensor:
-        return tokenizer(text, return_tensors="pt").input_ids.to(model.device)
-
-    inputs, encoder = ids(prompt), model.config.is_encoder_decoder
-    output = model.generate(inputs, max_new_tokens=20, do_sample=False, num_beams=1)
-    said = tokenizer.decode(
-        output[0, 0 if encoder else inputs.shape[1] :], skip_special_tokens=True
-    )
-    wanted = said if expected is None else expected
-    labels = ids((wanted or prompt) if encoder else prompt + wanted)
-    return said, float(model(inputs if encoder else labels, labels=labels).loss)

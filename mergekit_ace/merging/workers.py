@@ -32,16 +32,11 @@ Compute = Callable[[Sequence[Shard], tqdm], Iterator[tuple[Shard, ShardResult]]]
 
 
 def find_workers(job: MergeJob, count: int, address: str | None, memory: int) -> Compute:
-    """Return a function that computes shards, and yields each of them as it is done.
-
-    Close its iterator, which ends all workers.
+    """Return a function that computes shards; closing its iterator ends all workers.
 
     Args:
         address: of a Ray cluster, `auto` for the one at hand; None for this machine.
         memory: bytes that a worker of a cluster takes.
-
-    Raises:
-        ConfigError: the cluster cannot be used.
     """
     if address is not None:
         return partial(_compute_in_cluster, *_find_cluster(job, address, memory), count)

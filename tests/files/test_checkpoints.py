@@ -233,7 +233,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family):
     [
         ({}, "adapter_config.json is missing"),
         ({"adapter_config.json": "{"}, "adapter_config.json is damaged: it is not JSON"),
-        ({"adapter_config.json": "{}"}, "holds no weights of an adapter"),
+        ({"adapter_config.json": "{}"}, "holds no weights, no adapter_model.safetensors"),
         ({"adapter_config.json": "{}", "adapter_model.safetensors": LFS}, "git lfs pull"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import LLAMA, ace_config, fine_tuned, save_family, tiny_llama
+from checkpoints import LLAMA, ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from sharded import (
@@ -160,15 +160,14 @@ def test_infinity(tmp_path):
     assert limit == [0.0, {"__float__": "Infinity"}]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_that_all_models_keep_in_float32(tmp_path, paths, dtype):
+def test_tensors_that_all_models_keep_in_float32(tmp_path, paths):
     """Nobody has changed them, and they are in the result bit for bit."""
     norm = torch.rand(32, generator=torch.Generator().manual_seed(1))
     for path in paths:
         file = Path(path, "model.safetensors")
         tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
         save_file({**tensors, "model.norm.weight": norm}, file, {"format": "pt"})
-    settings = ace_config(paths, dtype=dtype, out_dtype="bfloat16")
+    settings = ace_config(paths, dtype="bfloat16", out_dtype="bfloat16")
     command(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged.pop("model.norm.weight"), norm)
@@ -255,15 +254,6 @@ def test_a_trial_says_what_transformers_says(tmp_path, paths):
             logits = model(ids).logits[0, :-1].double().log_softmax(-1)
         mean = -logits.gather(1, ids[0, 1:, None]).mean()
         assert math.isclose(loss, float(mean), rel_tol=1e-4)
-
-
-def test_a_model_that_knows_less_has_a_larger_loss(tmp_path, paths):
-    with torch.no_grad():
-        fine_tuned(tiny_llama(), seed=1, scale=1.0).save_pretrained(paths[1])
-    settings = ace_config(paths[:2], merge_method="task_arithmetic", parameters={"weight": 1.0})
-    config = write_config(tmp_path / "merge.yml", settings)
-    before, after = trials(command(config, tmp_path / "merged", "--no-check", "--try", PROMPT))
-    assert after[2] > before[2] + 0.1
 
 
 def test_a_trial_of_an_encoder_and_decoder(tmp_path):
