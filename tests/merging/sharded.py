@@ -93,22 +93,17 @@ class Killed(BaseException):
     """Nobody catches it."""
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, index: int, error: type[BaseException] = Killed):
-    """Let a merge end, as if killed, when the shard of this index is begun."""
+def begin(config: Path, out: Path, count: int = 2, flags: tuple[str, ...] = SHARDS) -> None:
+    """Compute some shards of a merge, which ends then, as if killed."""
     original = workers.compute_shard
 
     def compute_shard(job, shard, bar):
-        if shard.index == index:
-            raise error
+        if shard.index == count:
+            raise Killed
         return original(job, shard, bar)
 
-    monkeypatch.setattr(workers, "compute_shard", compute_shard)
-
-
-def begin(config: Path, out: Path, count: int = 2, flags: tuple[str, ...] = SHARDS) -> None:
-    """Compute some shards of a merge, which is killed then."""
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, count)
+        patch.setattr(workers, "compute_shard", compute_shard)
         with pytest.raises(Killed):
             command(config, out, *flags)
 
@@ -131,8 +126,8 @@ def assert_same(one: Path, other: Path) -> None:
 def finished(folder: Path) -> dict[str, int]:
     """Inode of every finished shard, in their order: another one was written anew."""
     manifest = Manifest.read(folder)
-    names = sorted(n for n in manifest.files if n.endswith(".safetensors")) if manifest else []
-    return {name: (folder / name).stat().st_ino for name in names}
+    names = sorted(manifest.files) if manifest else []
+    return {n: (folder / n).stat().st_ino for n in names if n.endswith(".safetensors")}
 
 
 def tensors_of(folder: Path) -> list[str]:

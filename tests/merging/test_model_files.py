@@ -48,9 +48,8 @@ def test_what_is_lost_is_known_before_and_added(tmp_path, paths, mergekit_yaml, 
         config = linear(paths[:1], **settings)
     else:
         config = ace_config(paths, **settings)
-    command(
-        write_config(tmp_path / "merge.yml", config), tmp_path / "ours", "--no-check", "--quiet"
-    )
+    path = write_config(tmp_path / "merge.yml", config)
+    command(path, tmp_path / "ours", "--no-check", "--quiet")
     assert {name: (tmp_path / "ours" / name).read_text() for name in FILES} == FILES
     assert (tmp_path / "ours" / "chat_template.jinja").is_file()
     out = mergekit_yaml(config)
@@ -85,15 +84,11 @@ def test_what_transformers_derives_is_no_loss(paths, tmp_path, end):
         assert ("generation_config.json" in names) == (end != 2)
 
 
-@pytest.mark.parametrize(
-    "has", ["nothing", "chat_template.jinja", "in the config", "configured", "no tokenizer"]
-)
+@pytest.mark.parametrize("has", ["nothing", "chat_template.jinja", "in the config", "configured"])
 def test_a_template_is_added_where_there_is_none(paths, tmp_path, has):
-    """A result that has a chat template, or none by intent, gets no other."""
     out = tmp_path / "out"
     own = {"chat_template": "{{ own }}"} if has == "in the config" else {}
-    if has != "no tokenizer":
-        (out / "tokenizer_config.json").write_text(json.dumps(own))
+    (out / "tokenizer_config.json").write_text(json.dumps(own))
     if has == "chat_template.jinja":
         (out / has).write_text("{{ own }}")
     configured = {"chat_template": "chatml"} if has == "configured" else {}

@@ -67,13 +67,10 @@ def built(name: str):
     return MODELS[name][0]()
 
 
-@pytest.mark.parametrize("name", ["check", "merge", "adapter"])
-def test_a_device_that_is_not_there(tmp_path, paths, name):
+def test_a_device_that_is_not_there(tmp_path, paths):
     config = write_config(tmp_path / "merge.yml", ace_config(paths))
-    out = [] if name == "check" else [str(tmp_path / "out")]
-    result = CliRunner().invoke(main, [name, str(config), *out, "--device", "cuda:99"])
-    assert result.exit_code == 1
-    assert "Error: torch cannot compute on 'cuda:99' here: " in result.output
+    text = refusal(config, tmp_path / "out", "--device", "cuda:99")
+    assert "Error: torch cannot compute on 'cuda:99' here: " in text
     assert not (tmp_path / "out").exists()
 
 

@@ -95,11 +95,6 @@ def rewrite(path: Path, **changes) -> None:
     path.write_text(json.dumps(yaml.safe_load(path.read_text()) | changes))
 
 
-def other_model(family, config):
-    shutil.rmtree(family[2])
-    fine_tuned(tiny_llama(), seed=99).save_pretrained(family[2])
-
-
 def other_version(family, config):
     path = config.parent / "merged" / MANIFEST_FILE
     identity = json.loads(path.read_text())["identity"]
@@ -110,7 +105,10 @@ CHANGES = {
     "config.parameters": lambda family, config: rewrite(config, parameters={"epsilon": 0.1}),
     "flags.random_seed": lambda family, config: None,
     "base/config.json.1": lambda family, config: os.utime(f"{family[0]}/config.json", ns=(1, 1)),
-    "expert1/model.safetensors": other_model,
+    "expert1/model.safetensors": lambda family, config: (
+        shutil.rmtree(family[2]),
+        fine_tuned(tiny_llama(), seed=99).save_pretrained(family[2]),
+    ),
     "versions.torch": other_version,
 }
 
@@ -119,33 +117,29 @@ CHANGES = {
 def test_what_changed_is_named(begun, family, what):
     config, out = begun
     CHANGES[what](family, config)
-    flags = (*SHARDS, *(("--random-seed", "7") if "seed" in what else ()))
     before = contents(out)
-    text = refusal(config, out, *flags)
+    text = refusal(config, out, *SHARDS, "--random-seed", 7 if "seed" in what else 0)
     assert "cannot be resumed; changed since it was begun: " in text
     assert what in text
     assert contents(out) == before
-    if what == "expert1/model.safetensors":
-        command(config, out, *flags, "--overwrite")
-        assert Manifest.read(out).complete
 
 
-def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch):
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch, name):
     config, out = begun
     original = OutputFolder.move_in
-    for name in ("model.safetensors.index.json", "config.json"):
 
-        def move_in(self, source, to, name=name):
-            if to == name:
-                raise Killed
-            original(self, source, to)
+    def move_in(self, source, to):
+        if to == name:
+            raise Killed
+        original(self, source, to)
 
-        monkeypatch.setattr(OutputFolder, "move_in", move_in)
-        with pytest.raises(Killed):
-            command(config, out, *SHARDS)
-        assert not (out / "config.json").exists()
-        assert not Manifest.read(out).complete
-    monkeypatch.setattr(OutputFolder, "move_in", original)
+    monkeypatch.setattr(OutputFolder, "move_in", move_in)
+    with pytest.raises(Killed):
+        command(config, out, *SHARDS)
+    assert not (out / "config.json").exists()
+    assert not Manifest.read(out).complete
+    monkeypatch.undo()
     command(config, out, *SHARDS)
     assert_same(whole(tmp_path, config), out)
 
@@ -216,27 +210,21 @@ def out(merged, tmp_path) -> Path:
 
 
 def change(out: Path, act) -> None:
-    path = out / MANIFEST_FILE
-    content = json.loads(path.read_text())
-    act(content)
-    path.write_text(json.dumps(content))
-
-
-def first(content: dict) -> str:
-    """The name of the first shard."""
-    return min(name for name in content["files"] if name.endswith(".safetensors"))
+    """Change the manifest; `act` gets its content, and the name of the first shard."""
+    content = json.loads((out / MANIFEST_FILE).read_text())
+    act(content["files"], min(finished(out)))
+    (out / MANIFEST_FILE).write_text(json.dumps(content))
 
 
 DAMAGES = {
-    "a hash that is none": lambda c: c["files"].update({first(c): "../../etc"}),
-    "a file that leads out": lambda c: c["files"].update({"../stolen": "0" * 64}),
-    "a file that leads out later": lambda c: c["files"].update({"a/../../stolen": "0" * 64}),
-    "an absolute file": lambda c: c["files"].update({"/stolen": "0" * 64}),
-    "another version": lambda c: c.update(format=1),
+    "a hash that is none": lambda files, first: files.update({first: "../../etc"}),
+    "a file that leads out": lambda files, first: files.update({"../stolen": "0" * 64}),
+    "a file that leads out later": lambda files, first: files.update({"a/../../stolen": "0" * 64}),
+    "an absolute file": lambda files, first: files.update({"/stolen": "0" * 64}),
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "", "[" * 200_000, '{"format": 4}'])
+@pytest.mark.parametrize("damage", [*DAMAGES, "", "[" * 200_000, '{"format": 4}', '{"format": 1}'])
 def test_a_damaged_manifest(merged, out, damage):
     if damage in DAMAGES:
         change(out, DAMAGES[damage])
@@ -249,58 +237,46 @@ def test_a_damaged_manifest(merged, out, damage):
 
 
 def flip(out: Path) -> None:
-    file = out / next(iter(finished(out)))
+    """Change the last bit of the first shard."""
+    file = out / min(finished(out))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def forget(out: Path, name: str) -> None:
-    change(out, lambda c: c["files"].pop(first(c) if name == "shard" else name))
+def remove(*names: str):
+    return lambda out: [(out / name).unlink() for name in names]
 
 
 SHARD_CHANGES = {
     "other bytes": flip,
-    "gone": lambda out: (out / next(iter(finished(out)))).unlink(),
-    "no file by the manifest": lambda out: change(out, lambda c: c["files"].update({first(c): ""})),
-    "not listed": lambda out: forget(out, "shard"),
+    "gone": lambda out: (out / min(finished(out))).unlink(),
+    "empty hash": lambda out: change(out, lambda files, first: files.update({first: ""})),
+    "not listed": lambda out: change(out, lambda files, first: files.pop(first)),
+}
+OTHER_CHANGES = {
+    "all files beside weights": remove("config.json", "tokenizer.json", "README.md"),
+    "no index": remove("model.safetensors.index.json"),
+    "damaged index": lambda out: (out / "model.safetensors.index.json").write_text("{}"),
+    "unlisted config": lambda out: change(out, lambda files, first: files.pop("config.json")),
+    "unknown file": lambda out: change(out, lambda files, first: files.update({"x": "0" * 64})),
 }
 
 
-@pytest.mark.parametrize("act", SHARD_CHANGES)
-def test_a_shard_that_is_not_what_it_was(merged, out, act):
-    """It is computed again, and no other."""
+@pytest.mark.parametrize("act", [*SHARD_CHANGES, *OTHER_CHANGES])
+def test_what_is_not_what_it_was_is_made_again(merged, out, act):
+    """And nothing else: what is planned counts, and not what the manifest calls complete."""
     config, reference = merged
     before = finished(out)
-    SHARD_CHANGES[act](out)
+    (SHARD_CHANGES | OTHER_CHANGES)[act](out)
     text = command(config, out, *SHARDS)
-    assert ("is not what it was when it was finished" in text) == (act != "not listed")
+    said = "is not what it was when it was finished" in text
+    assert said == (act not in ("not listed", "unlisted config"))
     assert contents(out) == contents(reference)
     after = finished(out)
-    assert [name for name in before if before[name] != after[name]] == [min(before)]
+    expected = [min(before)] if act in SHARD_CHANGES else []
+    assert [name for name in before if before[name] != after[name]] == expected
     assert Manifest.read(out) == Manifest.read(reference)
-
-
-OTHER_CHANGES = {
-    "config and tokenizer": lambda out: [
-        (out / name).unlink() for name in ("config.json", "tokenizer.json", "README.md")
-    ],
-    "damaged index": lambda out: (out / "model.safetensors.index.json").write_text("{}"),
-    "unlisted config": lambda out: forget(out, "config.json"),
-    "unknown file": lambda out: change(out, lambda c: c["files"].update({"x.json": "0" * 64})),
-}
-
-
-@pytest.mark.parametrize("act", OTHER_CHANGES)
-def test_files_that_are_made_again(merged, out, act):
-    """What is planned counts, and not what the manifest calls complete."""
-    config, reference = merged
-    before = finished(out)
-    OTHER_CHANGES[act](out)
-    command(config, out, *SHARDS)
-    assert contents(out) == contents(reference)
-    assert finished(out) == before
-    assert Manifest.read(out).files.keys() == Manifest.read(reference).files.keys()
 
 
 @pytest.mark.parametrize("repaired", [False, True])
