@@ -25,6 +25,8 @@ from mergekit_ace.merging.shards import MergeJob, Shard, ShardResult, compute_sh
 from mergekit_ace.naming import ConfigError
 
 _ATTEMPTS = 3  # with workers that die before a shard is finished
+# Not this process: it has threads of torch, and would hang in a fork. tqdm makes a fork the default.
+START_METHOD = "spawn" if os.name == "nt" else "forkserver"
 # Imported once, by the process from which all workers are forked.
 PRELOADED = ["mergekit_ace.merging.run", "mergekit.merge_methods"]
 _WORK: list[Any] = []  # in a worker process: the job, and its shards
@@ -98,9 +100,7 @@ def _process_pool(
     Nothing that is larger than what a pipe takes at once is sent to a process later, or back:
     where one is killed in the midst of a message, some versions of Python wait for the rest.
     """
-    methods = multiprocessing.get_all_start_methods()
-    best = "forkserver" if "forkserver" in methods else "spawn"
-    context = multiprocessing.get_context(multiprocessing.get_start_method(allow_none=True) or best)
+    context = multiprocessing.get_context(START_METHOD)
     context.set_forkserver_preload(PRELOADED)
     names = context.SimpleQueue()
     for name in gpus:

@@ -15,9 +15,9 @@ import psutil
 from mergekit.options import MergeOptions
 from tqdm import tqdm
 
+from mergekit_ace.merging import workers
 from mergekit_ace.merging.plan import MergeSettings
 from mergekit_ace.merging.run import run_shards
-from mergekit_ace.merging.workers import PRELOADED
 
 SHARD_BYTES = 6_000
 
@@ -32,7 +32,7 @@ def drive(config: Path, out: Path, bars_locked: bool) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr = open(errors_file(out), "w")  # noqa: SIM115  # open until the process ends
     # the process that this one was forked from has imported everything already
-    multiprocessing.set_start_method("fork", force=True)
+    workers.START_METHOD = "fork"
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
     if bars_locked:
         tqdm.get_lock().acquire()
@@ -49,7 +49,7 @@ class Driver:
 
     def __init__(self, config: Path, out: Path, bars_locked: bool = False):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(workers.PRELOADED)
         self.process = context.Process(target=drive, args=(config, out, bars_locked))
         self.process.start()
 

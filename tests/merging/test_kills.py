@@ -129,7 +129,11 @@ def test_a_lock_that_nobody_gives_back(merge):
 
 
 def test_processes(tmp_path, monkeypatch, caplog):
-    """Models by relative paths, which workers know, too; their notices are said once."""
+    """Models by relative paths, which workers know, too; their notices are said once.
+
+    They are not forked from this process, whose threads they would wait for.
+    """
+    monkeypatch.setattr("os.fork", lambda: pytest.fail("a fork of a process with threads"))
     names = [os.path.relpath(path, tmp_path) for path in save_llamas(tmp_path)]
     settings = ace_config([f"./{name}" for name in names], parameters={"lambda": 1e7})
     config = write_config(tmp_path / "merge.yml", settings)
