@@ -25,7 +25,7 @@ from mergekit_ace.merging.shards import MergeJob, Shard, ShardResult, compute_sh
 from mergekit_ace.naming import ConfigError
 
 _ATTEMPTS = 3  # with workers that die before a shard is finished
-# Not this process: it has threads of torch, and would hang in a fork. tqdm makes a fork the default.
+# Never a fork of this process, which has threads of torch, though tqdm makes that the default.
 START_METHOD = "spawn" if os.name == "nt" else "forkserver"
 # Imported once, by the process from which all workers are forked.
 PRELOADED = ["mergekit_ace.merging.run", "mergekit.merge_methods"]
