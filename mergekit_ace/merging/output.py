@@ -157,7 +157,7 @@ class OutputFolder:
         if overwrite:
             shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir()
+        self.scratch.mkdir(exist_ok=True)
 
     def move_in(self, source: Path, name: str) -> None:
         """Give a file that is on the disk its name in the directory."""

@@ -197,7 +197,8 @@ def _try_prompt(folder: Path, plan: PlannedMerge, prompt: str) -> None:
                 model = kind.from_pretrained(weights, dtype="auto", trust_remote_code=trust)
                 model = model.eval().to(device)
                 inputs = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
-                output = model.generate(inputs, max_new_tokens=20, do_sample=False, num_beams=1)
+                mask, decoding = torch.ones_like(inputs), {"do_sample": False, "num_beams": 1}
+                output = model.generate(inputs, attention_mask=mask, max_new_tokens=20, **decoding)
                 encoder = model.config.is_encoder_decoder
                 start = 0 if encoder else inputs.shape[1]
                 said = tokenizer.decode(output[0, start:], skip_special_tokens=True)
