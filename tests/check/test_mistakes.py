@@ -145,7 +145,7 @@ ERRORS: list[tuple[Change, str]] = [
     # The method and the models.
     (top(merge_method="acee"), "there is no method 'acee' → did you mean 'ace'?"),
     (top(merge_method="ACE-Merging"), "did you mean 'ace'?"),
-    (top(merge_method="xyzzy"), "there are: ace, ace_relative"),
+    (top(merge_method="xyzzy"), "there are: ace, ace_plus, ace_relative"),
     (without("merge_method", merge_methods="ace"), "no line `merge_method:`"),
     (without("base_model"), "Add to the config a line\n    base_model:"),
     (
