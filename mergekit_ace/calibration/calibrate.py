@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import click
 import torch
@@ -229,7 +229,7 @@ def _read_texts(
     window = getattr(skeleton.config, "sliding_window", None) or math.inf
     cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
     data = data.model_copy(update=cut)
-    rows: Iterable[Any] = read_rows(data, SEED)
+    rows = cast(Any, read_rows(data, SEED))
     encoded = (KIND.encode(row, data, tokenizer) for row in rows)
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
     if not samples:
