@@ -24,7 +24,6 @@ WORDS = {
     "mergekit_ace/algebra/README.md": 1600,
     "mergekit_ace/methods/README.md": 2000,
     "examples/training/README.md": 1900,
-    "examples/cluster/README.md": 1400,
 }
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -61,7 +60,7 @@ def test_pages_are_short():
     assert len(README.splitlines()) <= 180
     for name, text in PAGES.items():
         assert len(text.split()) <= WORDS.get(name, 1200), name
-    assert sum(len(text.split()) for text in PAGES.values()) <= 15_000
+    assert sum(len(text.split()) for text in PAGES.values()) <= 14_400
 
 
 @pytest.mark.parametrize("name", PAGES)
