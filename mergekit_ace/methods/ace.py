@@ -220,7 +220,8 @@ class PlusAceMerge(RidgeMethod):
 
     def options(self, settings: TensorSettings) -> PlusOptions:
         looked_up = is_table(settings.base, settings.name)
-        return PlusOptions(scale=settings.parameters["lambda"], table=looked_up)
+        scale = settings.parameters["lambda"]
+        return PlusOptions.model_validate({"lambda": scale, "table": looked_up})
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what squares, right sides, and the steps of conjugate gradients take."""
