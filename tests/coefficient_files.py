@@ -30,7 +30,7 @@ def make_file(
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     depths = relative_depths(names)
-    statistics = torch.rand(*shape, len(config.features), generator=generator, dtype=torch.float64)
+    statistics = torch.rand(*shape, config.features, generator=generator, dtype=torch.float64)
     return CoefficientFile(
         Contents(
             base_model="base",

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StatsMergeLearner: from statistics of weights to merging coefficients (Eqs. 1-3, A.3.1).
-
-The statistics are mean, variance, magnitude (Frobenius norm) and the largest singular values of a
-tensor: linear weights (o, i) as they are, kernels (o, …) as (o, rest), vectors as one row. What
-several tensors have in common (a block, a whole model) is described by the statistics of all their
-entries together and by the largest singular values that any of them has, which are those of the
-block-diagonal matrix of them all.
-"""
+"""StatsMergeLearner: from statistics of weights to merging coefficients (Eqs. 1-3, A.3.1)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,7 +16,7 @@ from mergekit_ace.algebra.linalg import leading_directions
 from mergekit_ace.algebra.task_vectors import Integer, Number
 
 Statistic = Literal["mean", "variance", "magnitude", "singular_values"]
-STATISTICS: tuple[Statistic, ...] = ("mean", "variance", "magnitude", "singular_values")
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 
 
 @dataclass(frozen=True)
@@ -40,42 +33,32 @@ class WeightMoments:
     spread: float = 0.0
     singular: tuple[float, ...] = ()
 
-    @property
-    def variance(self) -> float:
-        """Population variance of the entries."""
-        return self.spread / self.count if self.count else 0.0
-
-    @property
-    def magnitude(self) -> float:
-        """Frobenius norm, from Σ x² = Σ (x − mean)² + n mean²."""
-        return math.sqrt(self.spread + self.count * self.mean**2)
-
 
 def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
-    """Measure moments and `rank` singular values of a tensor; a ValueError where it is not finite.
+    """Measure moments and the `rank` largest singular values of a tensor, in float64 by blocks.
 
-    Sums are in float64 over blocks, so that no float64 copy exists.
+    Linear weights (o, i) are matrices as they are, kernels (o, …) as (o, rest), vectors as one row.
+    A ValueError says that the tensor is not finite.
     """
     if tensor.numel() == 0:
         return WeightMoments()
-    blocks = tensor.detach().reshape(-1).split(2**20)
+    tensor = tensor.detach()
+    blocks = tensor.reshape(-1).split(2**20)
     mean = sum(float(block.sum(dtype=torch.float64)) for block in blocks) / tensor.numel()
     spread = sum(float((block.double() - mean).square().sum()) for block in blocks)
     if not (math.isfinite(mean) and math.isfinite(spread)):
         raise ValueError("the tensor contains NaN or Inf")
-    return WeightMoments(tensor.numel(), mean, spread, leading_singular_values(tensor, rank))
-
-
-def leading_singular_values(tensor: Tensor, rank: int) -> tuple[float, ...]:
-    """Return the `rank` largest singular values of a tensor as a matrix, or all, descending."""
-    matrix = tensor.detach()
-    matrix = matrix.reshape(1, -1) if matrix.ndim < 2 else matrix.flatten(start_dim=1)
+    matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(start_dim=1)
     rank = min(rank, *matrix.shape)
-    return tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
+    singular = tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
+    return WeightMoments(tensor.numel(), mean, spread, singular)
 
 
 def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
-    """Combine moments of several tensors (Chan, Golub & LeVeque 1979, pairwise updating)."""
+    """Combine moments of several tensors (Chan, Golub & LeVeque 1979, pairwise updating).
+
+    Singular values are those of the block-diagonal matrix of all tensors.
+    """
     total = WeightMoments()
     for part in parts:
         if part.count == 0:
@@ -90,18 +73,15 @@ def combine(parts: Iterable[WeightMoments], rank: int) -> WeightMoments:
     return total
 
 
-def feature_names(statistics: Sequence[Statistic], rank: int) -> tuple[str, ...]:
-    """Return the names of `features`, in their order: `mean`, …, `singular_value_1`, …"""
-    singular = [f"singular_value_{n + 1}" for n in range(rank)]
-    parts = (singular if one == "singular_values" else [one] for one in statistics)
-    return tuple(name for part in parts for name in part)
-
-
 def features(moments: WeightMoments, statistics: Sequence[Statistic], rank: int) -> list[float]:
     """Return the chosen statistics as F numbers; missing singular values are 0."""
-    known = {name: getattr(moments, name) for name in ("mean", "variance", "magnitude")}
-    known |= {f"singular_value_{n}": value for n, value in enumerate(moments.singular, start=1)}
-    return [known.get(name, 0.0) for name in feature_names(statistics, rank)]
+    known = {
+        "mean": [moments.mean],
+        "variance": [moments.spread / max(moments.count, 1)],
+        "magnitude": [math.sqrt(moments.spread + moments.count * moments.mean**2)],
+        "singular_values": [*moments.singular, *[0.0] * rank][:rank],
+    }
+    return [number for name in statistics for number in known[name]]
 
 
 class LearnerConfig(BaseModel):
@@ -134,9 +114,9 @@ class LearnerConfig(BaseModel):
         return 1 / experts if self.activation == "softmax" else self.initial
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """Names of the F features."""
-        return feature_names(self.statistics, self.rank)
+    def features(self) -> int:
+        """The number F of features."""
+        return len(features(WeightMoments(), self.statistics, self.rank))
 
 
 class Standardizer(nn.Module):
@@ -176,13 +156,6 @@ class Standardizer(nn.Module):
         return statistics.sign() * torch.log1p(statistics.abs() / self.unit)
 
 
-class LearnerInputs(NamedTuple):
-    """Inputs of a learner: statistics (K, L, F) in float64, and relative depths (L,), 0 to 1."""
-
-    statistics: Tensor
-    depths: Tensor
-
-
 class Learner(nn.Module):
     """Network that predicts coefficients (K, L) from statistics (K, L, F).
 
@@ -192,13 +165,12 @@ class Learner(nn.Module):
     def __init__(self, config: LearnerConfig, experts: int, tensors: int):
         super().__init__()
         self.config = config
-        self.standardizer = Standardizer(len(config.features))
+        self.standardizer = Standardizer(config.features)
         if config.input == "direct":
             self.table = nn.Parameter(torch.zeros(experts, tensors))
             return
-        inputs, outputs = len(config.features) + 1, 1
-        if config.input == "concatenated":
-            inputs, outputs = tensors * inputs, tensors
+        at_once = tensors if config.input == "concatenated" else 1
+        inputs, outputs = at_once * (config.features + 1), at_once
         layers: list[nn.Module] = []
         for _ in range(config.layers - 1):
             layers += [nn.Linear(inputs, config.hidden), nn.GELU()]
@@ -210,7 +182,10 @@ class Learner(nn.Module):
         self.network = nn.ModuleDict({"body": nn.Sequential(*layers, last)})
 
     def forward(self, statistics: Tensor, depths: Tensor) -> Tensor:
-        """Return the coefficients λ, (K, L) in float32, for `LearnerInputs`."""
+        """Return coefficients λ, (K, L), in float32.
+
+        Statistics are (K, L, F) in float64, relative depths (L,) from 0 to 1.
+        """
         if self.config.input == "direct":
             raw = self.table
         else:

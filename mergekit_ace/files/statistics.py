@@ -97,13 +97,9 @@ class Statistics:
     """A folder of statistics; tensors are mapped from its files when they are asked for."""
 
     def __init__(self, path: str | os.PathLike):
-        """Read the index, and the headers of all files; `load_statistics` keeps them.
+        """Read the index, given itself or its folder, and the headers of all files.
 
-        Args:
-            path: of the index, or its folder.
-
-        Raises:
-            FileError: a file is missing, damaged or something else.
+        A `FileError` says which one is missing, damaged or something else.
         """
         self.path = Path(path).expanduser()
         if self.path.is_dir():

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficient file: what the trainer found, for a merge method to apply.
-
-One safetensors file. Its tensors are `coefficients` (K, L), `statistics` (K, L, F), `depths` (L,),
-`groups` (L,) and the learner's weights as `learner.…`; everything else is one JSON text in the
-metadata. Nothing is unpickled, and whatever does not fit is refused with the reason.
-"""
+"""The coefficient file: one of safetensors, with one JSON text in its metadata."""
 
 from __future__ import annotations
 
@@ -35,26 +30,21 @@ Basis = Literal["task_vector", "ace", "ace_relative"]
 class Contents(BaseModel):
     """Contents of the file beside tensors.
 
-    Attributes:
-        experts, tensors: K and L of them, in the order of the rows and columns.
-        frozen: tensors on disk that take no part: the merge has the base's.
-        basis: what is combined: task vectors (by `statsmerging`), or the components of the experts
-            in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
-        parameters: of the merge method that the components are of.
-        config, scores: of the training.
+    Its `basis` is what is combined: task vectors (by `statsmerging`), or the components of the
+    experts in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     base_model: str
-    experts: tuple[Expert, ...]
-    tensors: tuple[MergedTensor, ...]
-    frozen: tuple[str, ...] = ()
+    experts: tuple[Expert, ...]  # K, in the order of the rows
+    tensors: tuple[MergedTensor, ...]  # L, in the order of the columns
+    frozen: tuple[str, ...] = ()  # tensors on disk that keep the base's values
     granularity: Granularity = "tensor"
     basis: Basis = "task_vector"
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}  # of the merge method that the components are of
     learner: LearnerConfig
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {}  # of the training
     scores: dict[str, Any] = {}
     package: str = ""
 
@@ -85,7 +75,7 @@ class CoefficientFile:
 
     def __post_init__(self) -> None:
         shape = (self.contents.rows, len(self.contents.tensors))
-        expected = [shape, (*shape, len(self.contents.learner.features)), shape[1:], shape[1:]]
+        expected = [shape, (*shape, self.contents.learner.features), shape[1:], shape[1:]]
         found = [tuple(getattr(self, name).shape) for name in _TENSORS]
         if found != expected:
             raise ValueError(f"tensors have shapes {found}, expected {expected}")
@@ -95,15 +85,8 @@ class CoefficientFile:
     @cached_property
     def columns(self) -> dict[str, int]:
         """Column of every name that a tensor has, in memory or on disk."""
-        columns = {}
-        for column, tensor in enumerate(self.contents.tensors):
-            columns |= dict.fromkeys((tensor.name, *tensor.stored), column)
-        return columns
-
-    @cached_property
-    def frozen(self) -> frozenset[str]:
-        """Names on disk of the tensors that keep the base's values."""
-        return frozenset(self.contents.frozen)
+        tensors = enumerate(self.contents.tensors)
+        return {name: column for column, one in tensors for name in (one.name, *one.stored)}
 
     @cached_property
     def learner(self) -> Learner:
@@ -124,14 +107,14 @@ class CoefficientFile:
     @classmethod
     def load(cls, path: str | os.PathLike) -> CoefficientFile:
         """Read a file; see `load_coefficients`, which keeps it."""
-        path = os.path.expanduser(os.fspath(path))
-        if not os.path.isfile(path):
+        path = Path(path).expanduser()
+        if not path.is_file():
             raise FileError(
                 f"there is no coefficient file {path}; `mergekit-ace train` writes one, called "
                 "coefficients.safetensors, into its output folder"
             )
         try:
-            check_content(Path(path))
+            check_content(path)
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -139,9 +122,7 @@ class CoefficientFile:
                 contents = Contents.model_validate_json(metadata["contents"])
                 own = {name: tensors[name] for name in _TENSORS}
                 return cls(contents, learner_state=with_prefix(tensors, "learner."), **own)
-        except FileError as error:
-            raise FileError(f"the coefficient file {error}") from error
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (FileError, SafetensorError, KeyError, ValueError) as error:
             raise FileError(
                 f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "
                 "it again, or train again"

@@ -72,13 +72,13 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
             "of its own"
         )
     rows += range(len(file.contents.experts), file.contents.rows)
-    if name in file.frozen:
+    if name in file.contents.frozen:
         return [0.0] * len(rows)
     if name in file.columns:
         return file.coefficients[rows, file.columns[name]].tolist()
     if tensor.parameters.get("missing") == "mean":
         return [1 / len(rows)] * len(rows)
-    known = file.columns.keys() | file.frozen
+    known = {*file.columns, *file.contents.frozen}
     unknown = sorted({tensor.name or describe(None), *(tensor_names(tensor.base) or ())} - known)
     held = [one.name for one in file.contents.tensors]
     advice = " `missing: mean` merges such tensors by the mean of the task vectors."
@@ -123,7 +123,7 @@ def predict_coefficients(path: str, group: TensorGroup) -> list[float]:
     """Return λ_k of the experts of a tensor, from the statistics of their weights."""
     file, name, base = load_learner(path), group.metadata.name, group.base
     assert base is not None
-    if name in file.frozen:
+    if name in file.contents.frozen:
         return [0.0] * len(group.non_base)
     config, rows = file.contents.learner, []
     for expert in group.non_base:

@@ -67,27 +67,22 @@ class StatsMerge(TaskVectorMethod):
         return merge_entries(base, experts, settings.coefficients, self.spec.name)
 
     def _source(self, settings: TensorSettings) -> str:
-        """Return which parameter the coefficients come from.
-
-        Raises:
-            ValueError: the config names none, or several, or lacks the weight of an expert.
-        """
+        """Return which parameter the coefficients come from; a ValueError unless it is one."""
         weights = settings.of_experts("weight", None)
         given = [n for n in ("coefficients", "learner") if settings.parameters[n] is not None]
         given += ["weight"] * any(weight is not None for weight in weights)
-        name, where = self.spec.name, describe(settings.name)
+        where = f"{self.spec.name}: {describe(settings.name)}"
         if len(given) != 1:
             raise ValueError(
-                f"{name}: {where} has {' and '.join(given) or 'no coefficients'}; give exactly one "
-                "of `coefficients: PATH` (the trainer's file), `learner: PATH` (predict from "
+                f"{where} has {' and '.join(given) or 'no coefficients'}; give exactly one of "
+                "`coefficients: PATH` (the trainer's file), `learner: PATH` (predict from "
                 "statistics), or a `weight` for every expert"
             )
-        for model, weight in zip(settings.models, weights, strict=True):
-            if given == ["weight"] and weight is None:
-                raise ValueError(
-                    f"{name}: {where} has no weight for {model}, but for another expert; give one "
-                    "to every expert (0 leaves it out), e.g. as a last entry without filter"
-                )
+        if given == ["weight"] and None in weights:
+            raise ValueError(
+                f"{where} has no weight for {settings.models[weights.index(None)]}, but for "
+                "another expert; give one to every expert (0 leaves it out)"
+            )
         return given[0]
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:

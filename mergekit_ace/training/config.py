@@ -22,6 +22,7 @@ Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[Integer, Field(ge=1)]
 Positive = Annotated[Number, Field(gt=0)]
 
+_PURPOSES = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
 # The columns that models of a task read; of other tasks `image`.
 _COLUMNS = {
     "causal-lm": ("messages", "prompt", "text"),
@@ -73,8 +74,8 @@ class DataConfig(Strict):
     @property
     def columns(self) -> dict[str, str]:
         """Columns that are read, by purpose."""
-        purposes = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
-        return {one: getattr(self, one) for one in purposes if getattr(self, one) is not None}
+        columns = {purpose: getattr(self, purpose) for purpose in _PURPOSES}
+        return {purpose: column for purpose, column in columns.items() if column is not None}
 
     def check_task(self, task: Task, whose: str) -> None:
         """Raise ValueError unless there is a column that models of `task` read."""
@@ -157,18 +158,15 @@ class TrainConfig(Strict):
     def labels_of(self, data: DataConfig) -> Labels:
         """Return the labels that are given; else soft ones where a causal model reads free text.
 
-        Everywhere else they are hard, as in the paper. In free text no token is the one right
-        answer, and hard labels make the merge too sure of itself.
+        In free text no token is the one right answer, and hard labels make the merge too sure of
+        itself.
         """
         free = data.text is not None or data.messages is not None
         return self.labels or ("soft" if free and self.task == "causal-lm" else "hard")
 
     @property
     def penalty(self) -> float:
-        """Penalty as given, or 3 where components of a language model are learned unrehearsed.
-
-        Nothing else would hold what no sample asks for.
-        """
+        """Penalty as given; else 3 where only it holds what no sample of a language model asks."""
         if self.training.penalty is not None:
             return self.training.penalty
         alone = self.task in LanguageTask and self.rehearsal is None
@@ -191,28 +189,19 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        classifier, components = self.task not in LanguageTask, self.options is not None
-        entropy, given = self.loss == "entropy", self.model_fields_set
-        tasks = [expert.task for expert in self.models]
-        other = {"ace", "ace_relative"} - {self.basis}
+        classifier, tasks = self.task not in LanguageTask, [one.task for one in self.models]
+        twice = max(tasks, key=tasks.count)
+        others = {"ace", "ace_relative"} & self.model_fields_set - {self.basis}
+        scaled = self.options is not None and "scale" in self.options.model_fields_set
         mistakes = [
             (classifier and self.rehearsal, "rehearsal is for language models"),
-            (entropy and self.rehearsal, "loss: entropy takes no answers: leave out the rehearsal"),
-            (entropy and self.labels, "loss: entropy takes no answers: leave out labels"),
-            (other & given, f"there are parameters of another basis than {self.basis}"),
             (
-                components and "scale" in self.options.model_fields_set,
-                f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml",
+                self.loss == "entropy" and (self.labels or self.rehearsal),
+                "loss: entropy takes no answers: leave out labels and rehearsal",
             ),
-            (
-                components and self.learner.activation == "softmax",
-                "activation: softmax makes coefficients sum to 1; those of components start at 1",
-            ),
-            (
-                len(set(tasks)) < len(tasks),
-                f"two experts are called {max(tasks, key=tasks.count)!r}: give each a `task` of "
-                "its own",
-            ),
+            (others, f"there are parameters of another basis than {self.basis}"),
+            (scaled, f"{self.basis}: scale cannot be chosen; a `lambda` goes into merge.yml"),
+            (tasks.count(twice) > 1, f"two experts are called {twice!r}: give each its own `task`"),
         ]
         for expert in self.models:
             needed = expert.data is None and (self.needs_data or self.task != "causal-lm")

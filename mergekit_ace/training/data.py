@@ -7,8 +7,7 @@ import glob
 import logging
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,11 @@ from mergekit_ace.training.tasks import Example, ModelKind, fit_to_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel
 
 LOG = logging.getLogger(__name__)
-_READERS = dict.fromkeys((".jsonl", ".json"), "json")
-_READERS |= {".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_READERS = {
+    ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text",
+}  # fmt: skip
 
 
 def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
@@ -39,35 +38,36 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     data = read_rows(config, seed)
     purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
     columns = [data[config.columns[purpose]] for purpose in purposes]
-    contents: list[Hashable] = [tuple(map(str, row)) for row in zip(*columns, strict=True)]
-    contents, splits = contents or list(range(len(data))), {}  # images by their numbers
-    named = ("test", config.test_split, 10), ("validation", config.validation_split, 9)
-    for split, name, parts in named:
-        if name is not None:
-            splits[split] = _draw(_read(config, name), config.held_out, seed)
+    contents = [str(row) for row in zip(*columns or [range(len(data))], strict=True)]
+    left, splits = Counter(contents), {}
+    for split, named, parts in (
+        ("test", config.test_split, 10),
+        ("validation", config.validation_split, 9),
+    ):
+        if named is not None:
+            splits[split] = _draw(_read(config, named), config.held_out, seed)
             continue
-        chosen = _hold_out(contents, parts)
-        if len(chosen) == len(set(contents)):
-            raise ConfigError(
-                f"data {config.path} has too few different rows to hold some out for validation "
-                "and test; give more, or name its validation_split and test_split"
-            )
+        chosen = _hold_out(left, parts)
         splits[split] = data.select([n for n, own in enumerate(contents) if own in chosen])
-        data = data.select([n for n, own in enumerate(contents) if own not in chosen])
-        contents = [content for content in contents if content not in chosen]
-    return {"train": data, "validation": splits["validation"], "test": splits["test"]}
+        for content in chosen:
+            del left[content]
+    splits["train"] = data.select([n for n, own in enumerate(contents) if own in left])
+    if not all(len(rows) for rows in splits.values()):
+        raise ConfigError(
+            f"data {config.path} has too few different rows to hold some out for validation and "
+            "test; give more, or name its validation_split and test_split"
+        )
+    return {split: splits[split] for split in ("train", "validation", "test")}
 
 
-def _hold_out(contents: Sequence[Hashable], parts: int) -> set[Hashable]:
-    """Choose contents from the end, at least one: one of so many parts, of them and of the rows."""
-    rows = Counter(contents)
-    most, room = max(len(rows) // parts, 1), max(len(contents) // parts, 1)
-    chosen: set[Hashable] = set()
+def _hold_out(rows: Counter[str], parts: int) -> list[str]:
+    """Choose contents from the end, one of so many parts, of them and of the rows."""
+    most, room, chosen = max(len(rows) // parts, 1), max(rows.total() // parts, 1), []
     for content in reversed(rows):
         if len(chosen) < most and rows[content] <= room:
-            chosen.add(content)
+            chosen.append(content)
             room -= rows[content]
-    return chosen or {min(rows, key=rows.__getitem__)}
+    return chosen or sorted(rows, key=rows.__getitem__)[:1]
 
 
 def read_rows(config: DataConfig, seed: int) -> Dataset:
@@ -84,22 +84,22 @@ def _draw(data: Dataset, most: int | None, seed: int) -> Dataset:
 def _read(config: DataConfig, split: str) -> Dataset:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
-    whose, path = f"data {config.path}", os.path.expanduser(config.path)
+    whose, path = f"data {config.path} (split {split})", os.path.expanduser(config.path)
     reader = _READERS.get(os.path.splitext(path)[1].lower())
-    saved = [os.path.join(path, name) for name in ("state.json", "dataset_dict.json")]
-    if os.path.isfile(path) and reader is None:
-        raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
+    saved = [os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")]
     if reader is not None and not os.path.isfile(path):
         raise ConfigError(f"there is no data file {config.path}")
-    if split != config.split and (reader is not None or os.path.isfile(saved[0])):
+    if reader is None and os.path.isfile(path):
+        raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
+    if (reader is not None or saved[0]) and split != config.split:
         raise ConfigError(
-            f"{whose} is one split, so it has no other called {split}; leave out validation_split "
-            "and test_split, and a tenth each is held out"
+            f"{whose} is one split; leave out validation_split and test_split, and a tenth each is "
+            "held out"
         )
     try:
         if reader is not None:
             data = load_dataset(reader, data_files=glob.escape(path), split="train")
-        elif any(map(os.path.isfile, saved)):
+        elif any(saved):
             data = load_from_disk(path)
             data = data[split] if isinstance(data, DatasetDict) else data
         else:
@@ -107,74 +107,58 @@ def _read(config: DataConfig, split: str) -> Dataset:
             data = load_dataset(where, config.name, split=split)
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
-        raise ConfigError(
-            f"{whose} (split {split}) cannot be read: {type(cause).__name__}: {cause}"
-        ) from error
+        raise ConfigError(f"{whose} cannot be read: {type(cause).__name__}: {cause}") from error
     missing = sorted(set(config.columns.values()) - set(data.column_names))
     if missing or len(data) == 0:
         what = f"no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
-        raise ConfigError(f"{whose} (split {split}) has {what if missing else 'no rows'}")
+        raise ConfigError(f"{whose} has {what if missing else 'no rows'}")
     return data
-
-
-@contextmanager
-def explained_failures(model: str, data: DataConfig) -> Iterator[None]:
-    """Raise what is said of inputs, by whatever reads them, as a `ConfigError` with the data."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, ConfigError):
-        raise
-    except (ValueError, TypeError, RuntimeError, IndexError, NotImplementedError) as error:
-        raise ConfigError(f"data {data.path}: {model} cannot read its samples: {error}") from error
 
 
 class SampleReader:
     """A model on its device, with the data that it reads and answers, cut to its positions."""
 
-    def __init__(self, model: PreTrainedModel, kind: ModelKind, processor: Any, data: DataConfig):
+    def __init__(self, model: Any, kind: ModelKind, processor: Any, data: DataConfig):
         self.model, self.kind, self.processor = model, kind, processor
         self.data = fit_to_model(data, model)
 
     def read(self, rows: Dataset, split: str, size: int, *, quiet: bool) -> list[Example]:
         """Return rows as complete samples; warn of what is cut off.
 
-        Where rows lack answers, so many are written at once; these samples come last.
+        Where rows lack answers, `size` of them are written at once; these samples come last.
         """
         data, kind, limit = self.data, self.kind, self.data.max_length
-        one_more = data.model_copy(update={"max_length": limit + 1})
-        with self._explained():
-            encoded = [kind.encode(row, data, self.processor) for row in rows]
-            full = (row for row, one in zip(rows, encoded, strict=True) if _length(one) == limit)
-            cut = sum(_length(kind.encode(row, one_more, self.processor)) > limit for row in full)
+        encoded = [kind.encode(dict(row), data, self.processor) for row in rows]
         samples = [sample for sample in encoded if sample is not None]
         if not samples:
             raise ConfigError(
                 f"data {data.path}: no {split} sample has anything to predict within max_length: "
                 f"{limit}"
             )
-        lost = len(rows) - len(samples)
-        if cut or lost:
+        lengths = [max(len(s.get(n, ())) for n in ("input_ids", "target_ids")) for s in samples]
+        full, lost = sum(length >= limit for length in lengths), len(rows) - len(samples)
+        if full or lost:
             LOG.warning(
-                "data %s: %d of %d %s samples exceed max_length: %d, where they are cut; %d have "
-                "nothing to predict within it", data.path, cut, len(rows), split, limit, lost,
+                "data %s: %d of %d %s samples fill max_length: %d, where longer texts are cut; %d "
+                "have nothing to predict within it", data.path, full, len(rows), split, limit, lost,
             )  # fmt: skip
         if "input_ids" in samples[0]:
             known = len(self.model.get_input_embeddings().weight)
             check_tokens(samples, data, self.model.name_or_path, known)
-        lacking = [sample for sample in samples if kind.writes and "true" not in sample]
-        complete = [sample for sample in samples if not kind.writes or "true" in sample]
+        if not kind.writes:
+            return samples
+        lacking = [sample for sample in samples if "true" not in sample]
+        complete = [sample for sample in samples if "true" in sample]
         starts = range(0, len(lacking), size)
         for start in tqdm(starts, "answers", unit="batch", disable=quiet or not lacking):
-            with self._explained():
-                part = lacking[start : start + size]
-                complete += kind.complete(self.model, part, data, self.processor)
+            part = lacking[start : start + size]
+            complete += kind.complete(self.model, part, data, self.processor)
         return complete
 
     def logits(self, samples: Sequence[Example]) -> Tensor:
         """Return the logits of complete samples, (P, C), once they are finite."""
-        with self._explained():
-            batch = send_to_device(self.kind.collate(samples), self.model.device)
-            logits = self.kind.logits(self.model, batch)
+        batch: Any = send_to_device(self.kind.collate(samples), self.model.device)
+        logits = self.kind.logits(self.model, batch)
         if not is_finite(logits.detach()):
             raise ConfigError(
                 f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "
@@ -182,14 +166,6 @@ class SampleReader:
                 "out"
             )
         return logits
-
-    def _explained(self) -> Any:
-        return explained_failures(self.model.name_or_path, self.data)
-
-
-def _length(sample: Example | None) -> int:
-    """Return the tokens of a sample, of the longer side where it has two."""
-    return max(len((sample or {}).get(name, ())) for name in ("input_ids", "target_ids"))
 
 
 def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known: int) -> None:
@@ -207,74 +183,38 @@ def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known
 def answer_data(
     teacher: SampleReader, rows: Mapping[str, Dataset], name: str, config: TrainConfig, *,
     quiet: bool,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Let a teacher answer its data; return the samples with its labels, packed.
+) -> dict[str, list[Example]]:  # fmt: skip
+    """Let a teacher answer its data; return the samples by split, with its labels.
 
     At the P supervised positions of a sample these are `hard`, (P,), the arg max. With soft labels
     they are `soft_values` and `soft_indices`, (P, k), too: the `top_k` highest log-probabilities
     and their classes, in descending order.
     """
-    size, splits = config.training.batch_size, {}
+    size, splits, path, classes = config.training.batch_size, {}, teacher.data.path, 0
     for split, unlabelled in rows.items():
-        samples = teacher.read(unlabelled, split, size, quiet=quiet)
+        samples = splits[split] = teacher.read(unlabelled, split, size, quiet=quiet)
         starts = range(0, len(samples), size)
-        splits[split] = []
         for start in tqdm(starts, f"labels of {name}, {split}", unit="batch", disable=quiet):
             part = samples[start : start + size]
             logits = teacher.logits(part).float()
-            classes = logits.shape[-1]
-            answers = {"hard": logits.argmax(-1)}
+            classes, answers = logits.shape[-1], {"hard": logits.argmax(-1)}
             if config.labels_of(teacher.data) == "soft":
                 best = logits.log_softmax(-1).topk(min(config.top_k, classes), dim=-1)
                 answers |= {"soft_values": best.values, "soft_indices": best.indices}
             counts = [int(one["supervised"].sum()) if "supervised" in one else 1 for one in part]
-            parts = {key: answer.cpu().split(counts) for key, answer in answers.items()}
-            for n, sample in enumerate(part):
-                true = sample.get("true", torch.tensor([-1]))
-                if "true" in sample and not 0 <= int(true.min()) <= int(true.max()) < classes:
-                    raise ConfigError(
-                        f"data {teacher.data.path} has the label {int(true.max())}, but its expert "
-                        f"knows only the classes 0 to {classes - 1}"
-                    )
-                splits[split].append(sample | {key: own[n] for key, own in parts.items()})
-        if config.labels == "true" and not all("true" in sample for sample in splits[split]):
-            raise ConfigError(f"labels: true, but data {teacher.data.path} lacks some answers")
-    return pack_examples(splits)
-
-
-class Examples(Sequence[Example]):
-    """Samples whose tensors lie end to end, memory-mapped, with their ends; each is a view."""
-
-    def __init__(self, fields: Mapping[str, tuple[Tensor, Tensor]]):
-        self._fields = {name: (all_, [0, *ends.tolist()]) for name, (all_, ends) in fields.items()}
-
-    def __len__(self) -> int:
-        return len(next(iter(self._fields.values()))[1]) - 1
-
-    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        fields = self._fields.items()
-        return {name: all_[ends[index] : ends[index + 1]] for name, (all_, ends) in fields}
-
-
-def pack_examples(splits: Mapping[str, Sequence[Example]]) -> dict[str, Tensor]:
-    """Lay the samples of all splits end to end, but for names that not all of a split have."""
-    tensors = {}
-    for split, samples in splits.items():
-        for name in sorted(set.intersection(*(set(sample) for sample in samples))):
-            parts = [sample[name] for sample in samples]
-            tensors[f"{split}/{name}"] = torch.cat(parts)
-            tensors[f"{split}/{name}/ends"] = torch.tensor([len(part) for part in parts]).cumsum(0)
-    return tensors
-
-
-def unpack_examples(tensors: Mapping[str, Tensor]) -> dict[str, Examples]:
-    """Return the splits that `pack_examples` has packed."""
-    fields: dict[str, dict[str, tuple[Tensor, Tensor]]] = {}
-    for key in tensors:
-        if not key.endswith("/ends"):
-            split, name = key.split("/")
-            fields.setdefault(split, {})[name] = tensors[key], tensors[f"{key}/ends"]
-    return {split: Examples(named) for split, named in fields.items()}
+            for key, answer in answers.items():
+                for sample, own in zip(part, answer.cpu().split(counts), strict=True):
+                    sample[key] = own.clone()
+        true = [sample["true"] for sample in samples if "true" in sample]
+        outside = [int(t.max()) for t in true if not 0 <= int(t.min()) <= int(t.max()) < classes]
+        if outside:
+            raise ConfigError(
+                f"data {path} has the label {outside[0]}, but its expert knows only the classes 0 "
+                f"to {classes - 1}"
+            )
+        if config.labels == "true" and len(true) < len(samples):
+            raise ConfigError(f"labels: true, but data {path} lacks some answers")
+    return splits
 
 
 def step_indices(seed: int, teacher: int, step: int, batch: int, count: int) -> list[int]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation of a teacher of any architecture into the base's (Sec. 3.3, Eq. 8).
-
-The result is an expert that merges with others of the base's architecture.
-"""
+"""Distillation of a teacher of any architecture into the base's (Sec. 3.3, Eq. 8)."""
 
 from __future__ import annotations
 
@@ -12,24 +9,17 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from mergekit_ace.files.saving import with_prefix, write_text
+from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DistillConfig, DistillTraining
-from mergekit_ace.training.data import (
-    SampleReader,
-    explained_failures,
-    load_rows,
-    pack_examples,
-    step_indices,
-    unpack_examples,
-)
+from mergekit_ace.training.data import SampleReader, load_rows, step_indices
 from mergekit_ace.training.models import (
     check_classes,
     load_model,
@@ -38,10 +28,7 @@ from mergekit_ace.training.models import (
     local_folder,
 )
 from mergekit_ace.training.state import ModuleTraining, TrainingRun
-from mergekit_ace.training.tasks import fit_to_model, model_kind
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from mergekit_ace.training.tasks import Example, fit_to_model, model_kind
 
 RECORD = "distillation.json"
 WARM_UP, WEIGHT_DECAY = 0.1, 0.01  # share of all steps; of AdamW
@@ -52,10 +39,11 @@ def run_distillation(
 ) -> Path:
     """Distil, or go on with it; the student is saved in `out`."""
     with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
-        place, trust = run.path / "adapters", config.trust_remote_code
         with run.accelerator.main_process_first():
-            both = (config.teacher, config.student)
-            teacher, student = (local_folder(one, place, trust) for one in both)
+            teacher, student = (
+                local_folder(one, run.path / "adapters", config.trust_remote_code)
+                for one in (config.teacher, config.student)
+            )
         run.claim(config, [teacher, student, config.data.path], overwrite=overwrite)
         if (run.path / RECORD).exists():  # this very run, complete
             return run.path
@@ -71,21 +59,20 @@ def run_distillation(
             record |= {"kept_step": progress.best_step, "log": progress.log}
             # Last the record, which says that the student is complete.
             write_text(run.path / RECORD, json.dumps(record, indent=1))
-            for path in (*run.state.glob("*.safetensors"), *run.state.glob("*.pt")):
+            for path in run.state.glob("*.pt"):
                 path.unlink()
         run.accelerator.wait_for_everyone()
         return run.path
 
 
-# Not by `transformers.Trainer`, which was tried (5.23). It takes as many lines once divergence and
-# the best student are cared for, its checkpoints are not whole or absent, so that a kill while one
-# is written stops the next start, and a ViT loses its progress.
+# Not by `transformers.Trainer`: its checkpoints are not whole or absent, so that a kill while one
+# is written stops the next start.
 def train_student(distillation: Distillation) -> ModuleTraining:
     """Train the student, or go on with it."""
     settings, run = distillation.config.training, distillation.run
     student, rate = distillation.student, settings.learning_rate
     optimizer = torch.optim.AdamW(student.parameters(), rate, weight_decay=WEIGHT_DECAY)
-    count, batch = len(distillation.student_data["train"]), run.samples_per_step(settings)
+    count, batch = len(distillation.samples["train"]["student"]), run.samples_per_step(settings)
     training = ModuleTraining("student", run, student, optimizer, settings, -(-count // batch))
     for step in training.steps(partial(warm_cosine_rate, settings, training.total)):
         optimizer.zero_grad()
@@ -99,7 +86,7 @@ def train_student(distillation: Distillation) -> ModuleTraining:
     return training
 
 
-def warm_cosine_rate(training: DistillTraining, total: int, step: int) -> float:
+def warm_cosine_rate(training: DistillTraining, total: float, step: int) -> float:
     """Return the learning rate of one step, from 0: linear warm-up, then a cosine to 0."""
     warmup = max(round(WARM_UP * total), 1)
     if step < warmup:
@@ -109,7 +96,12 @@ def warm_cosine_rate(training: DistillTraining, total: int, step: int) -> float:
 
 
 class Distillation:
-    """Teacher, student, and the data as each of them reads it; `processor` is the student's."""
+    """Teacher and student, and the `samples` by split as each of them reads them.
+
+    Both have the same supervised positions. `processor` is the student's.
+    """
+
+    student: Any
 
     def __init__(self, config: DistillConfig, teacher: str, student: str, run: TrainingRun):
         if os.path.realpath(teacher) == os.path.realpath(student):
@@ -117,17 +109,19 @@ class Distillation:
                 f"the teacher {config.teacher} is the student, who would learn nothing from it; "
                 "take the model that knows more as the teacher"
             )
-        self.run, self._kind = run, model_kind(config.task)
-        model = load_model(teacher, self._kind, config)
-        if self._kind.has_heads:
-            check_classes(model.config, f"the teacher {config.teacher}")
+        self.config, self.run, self._kind = config, run, model_kind(config.task)
+        model: Any = load_model(teacher, self._kind, config)
         skeleton = load_skeleton(student, self._kind, config)
-        data = fit_to_model(fit_to_model(config.data, model), skeleton)
-        self.config = config.model_copy(update={"data": data})
+        data = fit_to_model(config.data, skeleton)
         processor, self.processor = (
             load_processor([folder], self._kind, config) for folder in (teacher, student)
         )
-        if not self._kind.has_heads:
+        options = {}
+        if self._kind.has_heads:  # the student gets a new head for the teacher's classes
+            check_classes(model.config, f"the teacher {config.teacher}")
+            labels = ("num_labels", "id2label", "label2id")
+            options = {name: getattr(model.config, name) for name in labels}
+        else:
             sizes = [m.config.get_text_config().vocab_size for m in (model, skeleton)]
             if processor.get_vocab() != self.processor.get_vocab() or sizes[0] != sizes[1]:
                 raise ConfigError(
@@ -136,76 +130,64 @@ class Distillation:
                 )
         device = run.accelerator.device
         self._teacher = SampleReader(model.to(device), self._kind, processor, data)
-        splits = unpack_examples(run.once("data", self._read_data))
-        self.student_data = with_prefix(splits, "student-")
-        self._teacher_data = with_prefix(splits, "teacher-")  # the same supervised positions
-        # A classifier gets a new head for the teacher's classes.
-        labels = ("num_labels", "id2label", "label2id") if self._kind.has_heads else ()
-        options = {name: getattr(model.config, name) for name in labels}
+        self.samples = run.once("data", self._read_data)
         torch.manual_seed(config.training.seed)
-        self.student: PreTrainedModel = load_model(
+        self.student = load_model(
             student, self._kind, config, getattr(torch, config.dtype),
             new_head=self._kind.has_heads, **options,
         )  # fmt: skip
         self.student.requires_grad_(True).train().to(device)
 
-    def _read_data(self) -> dict[str, Tensor]:
-        """Return `student-train`, `teacher-train`, …: the rows as both models read them, packed."""
-        data, kind, training = self.config.data, self._kind, self.config.training
-        both = self._teacher.processor, self.processor  # of a text one may make no token
+    def _read_data(self) -> dict[str, dict[str, list[Example]]]:
+        teacher, kind, training = self._teacher, self._kind, self.config.training
+        both = teacher.processor, self.processor  # of a text one may make no token
         splits = {}
-        for split, rows in load_rows(data, training.seed).items():
-            rows = [row for row in rows if all(kind.encode(row, data, one) for one in both)]
-            size = training.batch_size
-            teacher = student = self._teacher.read(rows, split, size, quiet=self.run.quiet)
-            if kind.has_heads:
-                student = [kind.encode(row, data, self.processor) for row in rows]
-            splits |= {f"student-{split}": student, f"teacher-{split}": teacher}
-        return pack_examples(splits)
+        for split, rows in load_rows(self.config.data, training.seed).items():
+            encoded = [[kind.encode(dict(row), teacher.data, one) for one in both] for row in rows]
+            rows = rows.select([n for n, pair in enumerate(encoded) if None not in pair])
+            read = teacher.read(rows, split, training.batch_size, quiet=self.run.quiet)
+            own = [pair[1] for pair in encoded if None not in pair] if kind.has_heads else read
+            splits[split] = {"student": own, "teacher": read}
+        return splits
 
     def backward(self, indices: Sequence[int]) -> float:
         """Leave the gradient of some samples in the student; return the mean loss per position."""
-        run = self.run
-        totals = torch.zeros(2, dtype=torch.float64)
-        for part in run.share(indices, self.config.training.batch_size):
-            loss, _, positions = self._loss("train", part)
-            loss.backward()
-            totals += torch.tensor([float(loss.detach()), positions], dtype=torch.float64)
-        total, positions = run.sum(totals).tolist()
+        loss, _, positions = self._sum("train", indices)
         for parameter in self.student.parameters():
-            if parameter.grad is None and run.accelerator.num_processes > 1:
+            if parameter.grad is None and self.run.accelerator.num_processes > 1:
                 parameter.grad = torch.zeros_like(parameter)  # every process is in every sum
             if parameter.grad is not None:
-                parameter.grad = run.sum(parameter.grad) / positions
-        return total / positions
+                parameter.grad = self.run.sum(parameter.grad) / positions
+        return loss / positions
 
     @torch.no_grad()
     def evaluate(self, split: str) -> tuple[float, float]:
         """Return the mean loss per position, and the share of answers that are the teacher's."""
         self.student.eval()
-        totals = torch.zeros(3, dtype=torch.float64)
-        indices = range(len(self.student_data[split]))
-        for part in self.run.share(indices, self.config.training.batch_size):
-            loss, right, positions = self._loss(split, part)
-            totals += torch.tensor([float(loss), right, positions], dtype=torch.float64)
+        loss, right, positions = self._sum(split, range(len(self.samples[split]["student"])))
         self.student.train()
-        loss, right, positions = self.run.sum(totals).tolist()
         return loss / positions, right / positions
 
-    def _loss(self, split: str, indices: Sequence[int]) -> tuple[Tensor, int, int]:
-        """Return the summed loss, how many answers are the teacher's, and how many there are."""
-        config, device = self.config, self.run.accelerator.device
-        samples = [self.student_data[split][index] for index in indices]
-        with (
-            self.run.accelerator.autocast(),
-            explained_failures(self.student.name_or_path, config.data),
-        ):
-            batch = send_to_device(self._kind.collate(samples), device)
-            answers = self._kind.logits(self.student, batch)
-        with torch.no_grad():
-            wanted = self._teacher.logits([self._teacher_data[split][index] for index in indices])
-        loss = distillation_loss(answers, wanted, config.alpha, config.temperature)
-        return loss, int((answers.argmax(-1) == wanted.argmax(-1)).sum()), len(wanted)
+    def _sum(self, split: str, indices: Sequence[int]) -> list[float]:
+        """Sum loss, answers that are the teacher's, and positions; leave gradients if they are on.
+
+        The gradients are of this process alone.
+        """
+        config, device, samples = self.config, self.run.accelerator.device, self.samples[split]
+        totals = torch.zeros(3, dtype=torch.float64)
+        for part in self.run.share(indices, config.training.batch_size):
+            own = self._kind.collate([samples["student"][index] for index in part])
+            batch: Any = send_to_device(own, device)
+            with self.run.accelerator.autocast():
+                answers = self._kind.logits(self.student, batch)
+            with torch.no_grad():
+                wanted = self._teacher.logits([samples["teacher"][index] for index in part])
+            loss = distillation_loss(answers, wanted, config.alpha, config.temperature)
+            if loss.requires_grad:
+                loss.backward()
+            right = int((answers.argmax(-1) == wanted.argmax(-1)).sum())
+            totals += torch.tensor([float(loss.detach()), right, len(wanted)])
+        return self.run.sum(totals).tolist()
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, alpha: float, temperature: float) -> Tensor:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base model with its experts and their labelled data: everything known before training."""
+"""The base model with its experts and their labelled data, and the model that is their merge."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mergekit.common import ModelReference
@@ -15,36 +14,31 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mergekit_ace.algebra.ace import split_tensor
-from mergekit_ace.algebra.learner import LearnerInputs, combine, features, measure_moments
-from mergekit_ace.algebra.task_vectors import IllConditionedError
+from mergekit_ace.algebra.learner import combine, features, measure_moments
+from mergekit_ace.algebra.task_vectors import IllConditionedError, select_active
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
-from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, within_block
-from mergekit_ace.training.data import (
-    Examples,
-    SampleReader,
-    answer_data,
-    load_rows,
-    unpack_examples,
-)
-from mergekit_ace.training.merged import (
+from mergekit_ace.training.config import Labels
+from mergekit_ace.training.data import SampleReader, answer_data, load_rows
+from mergekit_ace.training.models import (
+    Models,
     Weights,
+    average_statistics,
     map_folder,
     map_tensors,
     map_weights,
+    save_backbone,
     stored_names,
 )
-from mergekit_ace.training.models import (
-    Models,
-    average_statistics,
-    save_backbone,
-)
-from mergekit_ace.training.tasks import head_modules
+from mergekit_ace.training.tasks import Example, head_modules
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedModel
+
+# Entries that are read at once: 1 MiB in float32 stays in a core's cache. On a GPU every operation
+# has to be launched, and every copy started.
+BLOCK, DEVICE_BLOCK = 2**18, 2**22
 
 
 @dataclass(frozen=True)
@@ -52,17 +46,9 @@ class Teacher:
     """Labelled samples of a teacher, by split, and the head that goes on the merge for them."""
 
     name: str
-    splits: dict[str, Examples]
+    labels: Labels
+    splits: dict[str, list[Example]]
     head: dict[str, nn.Module]
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of right answers of the teacher on its test split; None without true labels."""
-        test = self.splits["test"]
-        if "true" not in test[0]:
-            return None
-        right = [sample["hard"] == sample["true"] for sample in test]
-        return float(torch.cat(right).double().mean())
 
 
 @dataclass
@@ -73,7 +59,6 @@ class Family:
         module: the model that the merge is written into; holds the base at first.
         on_disk: the base's tensors, by their names on disk.
         stored: names on disk of the L merged parameters, by their names in memory, input first.
-        base, experts: weights.
         teachers: the experts, and last the base if there is a rehearsal, with their data.
     """
 
@@ -86,10 +71,9 @@ class Family:
     teachers: list[Teacher]
 
     @property
-    def backbones(self) -> list[Path]:
-        """Folders for classifiers without heads, the base's first."""
-        names = ["base", *(f"expert-{row}" for row in range(len(self.experts)))]
-        return [self.models.run.path / "backbones" / name for name in names]
+    def backbone(self) -> Any:
+        """The part of a classifier that is merged."""
+        return self.module.base_model
 
     @cached_property
     def groups(self) -> Tensor:
@@ -102,11 +86,11 @@ class Family:
         return torch.tensor([numbers[key] for key in keys])
 
     @cached_property
-    def components(self) -> list[Weights] | None:
-        """Components of the merge that training starts at, once per file; None for task vectors."""
+    def components(self) -> list[Weights]:
+        """Components of the merge that training starts at, in files; none for task vectors."""
         run, config = self.models.run, self.models.config
         if config.options is None:
-            return None
+            return []
         rows = len(self.experts) + (config.basis == "ace")
         target = run.state / "components"
         files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.base)}
@@ -125,12 +109,12 @@ class Family:
         ]
 
     def _split(self, name: str) -> list[Tensor]:
-        """Return the components of one parameter.
+        """Return the components of one parameter, in the layout that mergekit will merge it in.
 
-        mergekit merges what is packed from several tensors on disk as transformers packs it in
-        memory; so that is how the layout is found.
+        What is packed from several tensors on disk has the layout of its name in memory.
         """
         config, device = self.models.config, self.models.run.accelerator.device
+        assert config.options is not None
         base, *experts = (weights[name].to(device) for weights in (self.base, *self.experts))
         packed = any(self.on_disk[stored].shape != base.shape for stored in self.stored[name])
         model = ModelReference.model_validate(self.models.base)
@@ -143,23 +127,22 @@ class Family:
                 f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
             ) from error
 
-    def learner_inputs(self) -> LearnerInputs:
-        """Measure statistics and depth of each group, or read what was measured before."""
-        known = self.models.run.once("statistics", lambda: {"statistics": self._measure()})
+    def learner_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return statistics (K, G, F) and relative depths (G,) of the groups of tensors."""
+        statistics = self.models.run.once("statistics", self._measure)
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
         depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()
-        grouped = torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
-        return LearnerInputs(known["statistics"], grouped)
+        return statistics, torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
 
     def _measure(self) -> Tensor:
-        """Measure the statistics of every group, (K, G, F)."""
+        """Measure weights, task vectors or components; of a refinement always its component."""
         learner, quiet = self.models.config.learner, self.models.run.quiet
-        # Of weights or task vectors; a refinement has neither, but its component.
-        described = self.components or self.experts
+        described, minus_base = self.components or self.experts, False
         if learner.statistics_of == "weights":
             described = self.experts + described[len(self.experts) :]
-        minus_base = self.components is None and learner.statistics_of == "task_vector"
+        else:
+            minus_base = not self.components
         rows = []
         for weights in tqdm(described, "statistics", unit="expert", disable=quiet):
             groups: list[list] = [[] for _ in range(int(self.groups.max()) + 1)]
@@ -174,10 +157,9 @@ class Family:
 
 def load_family(models: Models) -> Family:
     """Load one model after the other, map its weights, and let it answer its data."""
-    config, run, heads = models.config, models.run, models.kind.has_heads
+    config, run, kind = models.config, models.run, models.kind
     module = models.load(models.base)
-    names = models.merged_names(module)
-    on_disk = map_folder(models.base)
+    names, on_disk = models.merged_names(module), map_folder(models.base)
     stored = stored_names(module, names, on_disk)
     missing = [name for name, known in stored.items() if not known]
     if missing:
@@ -190,52 +172,108 @@ def load_family(models: Models) -> Family:
     rows = {
         row: load_rows(data, config.training.seed)
         for row, (_, data) in enumerate(config.sources)
-        if run.is_main and not run.file(f"labels-{row}").exists()
+        if run.is_main and not (run.state / f"labels-{row}.pt").exists()
     }
+
+    def teach(model: PreTrainedModel, row: int) -> Teacher:
+        """Let a model answer its data, unless it has."""
+        name, data = config.sources[row]
+        head = head_modules(model, kind, data, models.base)
+
+        def answer() -> dict[str, list[Example]]:
+            teacher: nn.Module = model
+            reader = SampleReader(teacher.to(run.accelerator.device), kind, models.processor, data)
+            answers = answer_data(reader, rows[row], name, config, quiet=run.quiet)
+            teacher.cpu()
+            return answers
+
+        splits = run.once(f"labels-{row}", answer)
+        return Teacher(name, config.labels_of(data), splits, head)
+
     weights, teachers, buffers = [], [], []
-    for row, folder in enumerate((models.base, *models.experts), start=-1):
-        name, model = f"expert-{row}" if row >= 0 else "base", module
-        if row >= 0:
-            model = models.load(folder)
-            buffers.append({n: b.cpu().clone() for n, b in model.named_buffers()})
+    folders = (models.base, *models.experts)
+    for row, (folder, backbone) in enumerate(zip(folders, models.backbones, strict=True)):
+        model = models.load(folder) if row else module
         with run.accelerator.main_process_first():  # the first one may write a copy
-            weights.append(map_weights(model, names, folder, run.file(name)))
-        for key, tensor in weights[-1].items():
-            if not is_finite(tensor):
-                raise ConfigError(
-                    f"tensor {key} of model {folder} contains NaN or Inf; the checkpoint "
-                    "overflowed or is damaged: leave it out"
-                )
-        if heads:
-            save_backbone(model, run.path / "backbones" / name, run)
-        if row >= 0:
-            teachers.append(_label(models, model, row, rows.get(row)))
+            weights.append(map_weights(model, names, folder, run.state / f"{row}.safetensors"))
+        if kind.has_heads and run.is_main:
+            save_backbone(model, backbone)
+        if row:
+            buffers.append({n: b.cpu().clone() for n, b in model.named_buffers()})
+            teachers.append(teach(model, row - 1))
         del model
     if config.rehearsal is not None:
-        teachers.append(_label(models, module, len(teachers), rows.get(len(teachers))))
+        teachers.append(teach(module, len(teachers)))
     dtype = getattr(torch, config.dtype)
     # Loaded anew where the dtype differs: `to` would round the buffers of rotary embeddings.
     if module.dtype != dtype:
         del module  # before its successor takes memory
         module = models.load(models.base, dtype)
     average_statistics(module, buffers)
-    module.to(run.accelerator.device)
+    nn.Module.to(module, run.accelerator.device)
     return Family(models, module, on_disk, stored, weights[0], weights[1:], teachers)
 
 
-def _label(
-    models: Models, model: PreTrainedModel, row: int, rows: Mapping[str, Dataset] | None
-) -> Teacher:
-    """Let a teacher answer its data, unless it has; the base has the last number."""
-    config, run = models.config, models.run
-    name, data = config.sources[row]
-    head = head_modules(model, models.kind, data, models.base)
+class MergedModel:
+    """Model that is written anew for given coefficients, and collects their gradient.
 
-    def answer() -> dict[str, Tensor]:
-        teacher = model.to(run.accelerator.device)
-        reader = SampleReader(teacher, models.kind, models.processor, data)
-        answers = answer_data(reader, rows, name, config, quiet=run.quiet)
-        model.cpu()
-        return answers
+    The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
+    ∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩. s_k is 0 where an expert is the base, maybe in another
+    precision, else 1. As soon as a parameter's gradient is ready, its inner products with all Δ_k,
+    formed in blocks from the mapped weights, are taken, and it is freed: beyond the model and its
+    activations there is one gradient in memory.
 
-    return Teacher(name, unpack_examples(run.once(f"labels-{row}", answer)), head)
+    Attributes:
+        module: the model; only the L merged parameters, `names`, require gradients.
+        products: (K, L), float64: ∂L/∂λ, summed over backward passes; set it to 0 before.
+    """
+
+    def __init__(
+        self, module: nn.Module, base: Weights, experts: Sequence[Weights], names: Sequence[str],
+        *, components: bool = False,
+    ):  # fmt: skip
+        """Take weights by name; as `components`, those of `experts` are the Δ_k themselves."""
+        self.module = module
+        self.products = torch.zeros(len(experts), len(names), dtype=torch.float64)
+        self._base, self._experts, self._names = base, experts, tuple(names)
+        self._components = components
+        self._parameters = [module.get_parameter(name) for name in names]
+        self._changed = torch.ones(len(experts), len(names))  # s_k, as `merge_entries` has them
+        module.requires_grad_(False)
+        for column, (name, parameter) in enumerate(zip(names, self._parameters, strict=True)):
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(partial(self._reduce, column))
+            if not components:
+                versions = [expert[name] for expert in experts]
+                active = select_active(base[name], versions, [1.0] * len(versions), torch.float32)
+                self._changed[:, column] = torch.tensor(active.changed)
+
+    @torch.no_grad()
+    def write(self, coefficients: Tensor) -> None:
+        """Set every merged parameter to θ_0 + Σ_k λ_k s_k Δ_k for λ, (K, L)."""
+        used = (coefficients.detach().float().cpu() * self._changed).T.contiguous()
+        for column, parameter in enumerate(self._parameters):
+            flat, row = parameter.data.view(-1), used[column].to(parameter.device)
+            for part, base, deltas in self._blocks(column, parameter.device):
+                flat[part].copy_(base + row @ deltas)
+
+    @torch.no_grad()
+    def _reduce(self, column: int, parameter: nn.Parameter) -> None:
+        """Take the inner products of a gradient with all Δ_k, and free it."""
+        assert parameter.grad is not None
+        gradient = parameter.grad.reshape(-1)
+        for part, _, deltas in self._blocks(column, parameter.device):
+            products = (deltas @ gradient[part].float()).cpu().double()
+            self.products[:, column] += products * self._changed[:, column]
+        parameter.grad = None
+
+    def _blocks(self, column: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield blocks of a parameter in float32: where, θ_0 there, (n,), and all Δ_k, (K, n)."""
+        name = self._names[column]
+        base, *experts = (w[name].reshape(-1) for w in (self._base, *self._experts))
+        length = BLOCK if device.type == "cpu" else DEVICE_BLOCK
+        for start in range(0, len(base), length):
+            part = slice(start, min(start + length, len(base)))
+            origin = base[part].to(device, torch.float32)
+            deltas = torch.stack([expert[part].to(device, torch.float32) for expert in experts])
+            yield part, origin, deltas if self._components else deltas.sub_(origin)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models: found, loaded, and which of their parameters are merged."""
+"""Models: found, loaded, mapped from disk, and which of their parameters are merged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mergekit_ace.adapters.read import read_adapters
@@ -30,10 +31,9 @@ from mergekit_ace.files.checkpoints import (
     read_json,
     weight_files,
 )
-from mergekit_ace.files.saving import file_states
+from mergekit_ace.files.saving import file_states, save_tensors
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.merged import rewrite_tensors
 from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.tasks import (
     ImageClassification,
@@ -46,7 +46,7 @@ from mergekit_ace.training.tasks import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-TIED = "tie_word_embeddings"
+Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
@@ -61,6 +61,12 @@ class Models:
     experts: tuple[str, ...]
     processor: Any
     kind: ModelKind
+
+    @property
+    def backbones(self) -> list[Path]:
+        """Folders for classifiers without heads, the base's first."""
+        names = ["base", *(f"expert-{row}" for row in range(len(self.experts)))]
+        return [self.run.path / "backbones" / name for name in names]
 
     def load(self, folder: str, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
         """Load one of them, see `load_model`; the base may lack the head of a classifier."""
@@ -85,29 +91,23 @@ class Models:
 
     def check_experts(self, base: PreTrainedModel) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
-        names = self.merged_names(base)
-        expected = {n: tuple(p.shape) for n, p in base.named_parameters(remove_duplicate=False)}
+
+        def shapes(model: PreTrainedModel) -> dict[str, Any]:
+            parameters, heads = model.named_parameters(), head_prefixes(model, self.kind)
+            return {n: tuple(p.shape) for n, p in parameters if not n.startswith(heads)}
+
+        expected, exclude = shapes(base), self.config.exclude
         for member, folder in zip(self.config.models, self.experts, strict=True):
             expert = load_skeleton(folder, self.kind, self.config)
-            heads, parameters = head_prefixes(expert, self.kind), expert.named_parameters()
-            own = {n: tuple(p.shape) for n, p in parameters if not n.startswith(heads)}
-            more = [name for name in own if name not in expected]
-            wrong = next((name for name in names if own.get(name) != expected[name]), None)
-            ties = [m.config.get_text_config().to_dict().get(TIED, False) for m in (expert, base)]
-            what = ""
-            if ties[0] != ties[1] and not self.kind.has_heads:
-                what = f"has {TIED}: {ties[0]} in its config, and the base model {ties[1]}"
-            elif more:
-                what = f"has {len(more)} parameters that the base model lacks, such as {more[0]}"
-            elif wrong in own:
-                what = f"has {wrong} of shape {own[wrong]}, which is {expected[wrong]} in the base"
-            elif wrong is not None:
-                what = f"has no parameter {wrong}"
-            if what:
-                raise ConfigError(
-                    f"expert {member.model} {what}; experts must be fine-tuned from the base "
-                    "model, and saved as it is"
-                )
+            own = shapes(expert)
+            for name in (*own, *expected):
+                pair = own.get(name, "missing"), expected.get(name, "missing")
+                if pair[0] != pair[1] and not any(part in name for part in exclude):
+                    raise ConfigError(
+                        f"expert {member.model} and the base model differ in {name}: {pair[0]} "
+                        f"against {pair[1]}; experts must be fine-tuned from the base model, and "
+                        "saved as it is (with the same tie_word_embeddings)"
+                    )
             if self.kind.has_heads:
                 check_classes(expert.config, f"expert {member.model}")
 
@@ -116,9 +116,9 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     """Find all models before anything is computed, and make the folder of the run theirs."""
     kind = model_kind(config.task)
     references = (config.base_model, *(expert.model for expert in config.models))
-    place, trust = run.path / "adapters", config.trust_remote_code
     with run.accelerator.main_process_first():  # it downloads, and merges adapters
-        folders = [local_folder(reference, place, trust) for reference in references]
+        adapters, trust = run.path / "adapters", config.trust_remote_code
+        folders = [local_folder(reference, adapters, trust) for reference in references]
     places = [os.path.realpath(folder) for folder in folders]
     for number, (reference, place) in enumerate(zip(references, places, strict=True)):
         if read_json(Path(place) / "config.json").get("quantization_config"):
@@ -152,17 +152,17 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
 
 def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
     """Merge an adapter into its model; the folder appears only when it is complete."""
-    parts = [reference.model.path, reference.lora.path]
+    parts = [part.path for part in (reference.model, reference.lora) if part is not None]
     identity = json.dumps([str(reference), file_states(parts)])
-    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if not (adapters / name).exists():
+    folder = adapters / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    if not folder.exists():
         partial = adapters / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(ConfigError):  # PEFT's merge does what the reader does not
             read_adapters([reference])[reference].check_ties()
         whole = reference.merged(str(partial), trust_remote_code, "float32")
-        os.replace(whole.model.path, adapters / name)
-    return str(adapters / name)
+        os.replace(whole.model.path, folder)
+    return str(folder)
 
 
 def load_model(
@@ -240,27 +240,136 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
 
 def check_classes(config: PreTrainedConfig, reference: str) -> None:
     """Raise a `ConfigError` unless a classifier answers with one class of several."""
-    kind = getattr(config, "problem_type", None)
-    if config.num_labels > 1 and kind in (None, "single_label_classification"):
+    kind, several = getattr(config, "problem_type", None), (config.num_labels or 0) > 1
+    if several and kind in (None, "single_label_classification"):
         return
-    what = f"problem_type: {kind}" if config.num_labels > 1 else "one output (a regression)"
+    what = f"problem_type: {kind}" if several else "one output (a regression)"
     raise ConfigError(
         f"{reference} has {what}; the trainer knows only classifiers that give every sample one "
         "class of several: leave it out, or merge it without data"
     )
 
 
-def save_backbone(model: PreTrainedModel, folder: Path, run: TrainingRun) -> None:
-    """Save a classifier without its head, under the names it has in memory; once, by one process.
+def open_tensors(path: str | os.PathLike) -> Any:
+    """Open a safetensors file."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}); delete it to repeat what it was made for"
+        ) from error
+
+
+def map_tensors(sources: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
+    """Map tensors of safetensors files, (file, name in it), under names of our own.
+
+    They are read when used. What is mapped is the system's cache, not memory of this process.
+    """
+    files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
+    # All views at once, before anything large: what little memory they take would otherwise pin
+    # that of the gradients between which it lies.
+    return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
+
+
+def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
+    """Map all tensors in the safetensors files of a checkpoint."""
+    mapped: dict[str, Tensor] = {}
+    for path in weight_files(Path(folder)):
+        with open_tensors(path) as file:
+            mapped |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return mapped
+
+
+def map_weights(
+    model: PreTrainedModel, names: Iterable[str], folder: str | os.PathLike, copy: Path
+) -> dict[str, Tensor]:
+    """Map parameters of a model from the files it was loaded from, or from a converted copy.
+
+    transformers stores some models under other names, or packed otherwise, than it holds them in
+    memory. So the files are used only if every parameter is in them, equal to the one in memory.
+    """
+    parameters = {name: model.get_parameter(name).detach() for name in names}
+    stored, mapped = map_folder(folder), {}
+    for name, parameter in parameters.items():
+        tensor = stored.get(_same_name(name, model, stored) or "")
+        if tensor is not None and not tensor.is_floating_point():
+            raise ConfigError(
+                f"tensor {name} of model {folder} is stored as {tensor.dtype}, which cannot be "
+                "merged; get the model in bfloat16, float16 or float32"
+            )
+        if tensor is None or not torch.equal(tensor, parameter.cpu().to(tensor.dtype)):
+            break
+        mapped[name] = tensor
+    if len(mapped) == len(parameters):
+        return mapped
+    if not copy.exists():
+        save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
+    return map_tensors({name: (str(copy), name) for name in parameters})
+
+
+def _same_name(name: str, model: PreTrainedModel, stored: Mapping[str, object]) -> str | None:
+    """Return the stored name that differs at most by the prefix of the backbone."""
+    prefix = f"{model.base_model_prefix}."
+    candidates = (name, name.removeprefix(prefix), prefix + name)
+    return next((candidate for candidate in candidates if candidate in stored), None)
+
+
+def stored_names(
+    model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, object]
+) -> dict[str, tuple[str, ...]]:
+    """Find the names under which a checkpoint on disk holds parameters in memory.
+
+    Every parameter is replaced by one number, and transformers' own way of saving is followed;
+    where a number ends up, that parameter is stored.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = list(names)
+    numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
+    # Tied parameters have several names and are one: all of them lead to it.
+    tags = {
+        name: torch.tensor(float(numbers[id(parameter)])).expand(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in numbers
+    }
+    try:
+        saved = revert_weight_conversion(model, dict(tags))
+    except Exception:  # a conversion that needs real tensors: names in memory must do
+        saved = tags
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, tag in (*tags.items(), *saved.items()):
+        own = _same_name(name, model, stored)
+        if own is not None and tag.numel():
+            found[names[int(tag.flatten()[0])]].add(own)
+    return {name: tuple(sorted(own)) for name, own in found.items()}
+
+
+def rewrite_tensors(source: Path, target: Path, changed: Callable[[str], Tensor | None]) -> None:
+    """Write a safetensors file, which may be the source, with what `changed` has by name.
+
+    New tensors get the dtype of the old ones.
+    """
+    with open_tensors(source) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    for name, tensor in tensors.items():
+        new = changed(name)
+        tensors[name] = tensor if new is None else new.to("cpu", tensor.dtype)
+    save_tensors(target, tensors, metadata)
+
+
+def save_backbone(model: PreTrainedModel, folder: Path) -> None:
+    """Save a classifier without its head, under the names it has in memory, once.
 
     mergekit merges checkpoints of one architecture with the same tensors, which classifiers with
     heads of their own are not. Of some architectures it overlooks the names on disk.
     """
-    if folder.exists() or not run.is_main:
+    if folder.exists():
         return
+    backbone: Any = model.base_model
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.base_model.save_pretrained(partial, save_original_format=False)
+    backbone.save_pretrained(partial, save_original_format=False)
     os.replace(partial, folder)
 
 

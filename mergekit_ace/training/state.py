@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output folder and processes of a run, its checkpoints, and its errors.
-
-A run that was killed goes on where it was: each file is whole or not there at all.
-"""
+"""Output folder and processes of a run, and its checkpoints: each file is whole or not there."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from pydantic import BaseModel
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from mergekit_ace.files.checkpoints import json_or_empty
-from mergekit_ace.files.saving import differences, file_states, locked, save_tensors, write_text
+from mergekit_ace.files.saving import differences, file_states, locked, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import LoopConfig
 
@@ -67,18 +64,17 @@ class TrainingRun:
         with locked(run.path, ".training.lock", ConfigError(busy)):
             yield run
 
-    def file(self, name: str) -> Path:
-        """Return where tensors of the state lie."""
-        return self.state / f"{name}.safetensors"
-
-    def once(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return tensors, memory-mapped, that the main process makes once."""
-        path = self.file(name)
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return tensors of the state, memory-mapped, that the main process makes once."""
+        path = self.state / f"{name}.pt"
         if self.is_main and not path.exists():
-            save_tensors(path, make())
+            _save(path, make())
         self.accelerator.wait_for_everyone()
-        with open_tensors(path) as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
+            said = f"{path} is damaged ({error}); delete it to repeat what it was made for"
+            raise ConfigError(said) from error
 
     def samples_per_step(self, settings: LoopConfig) -> int:
         """Return how many samples a step has, all processes and backward passes together."""
@@ -94,49 +90,43 @@ class TrainingRun:
         """Sum a tensor over all processes; the result lies where `numbers` do."""
         if self.accelerator.num_processes == 1:
             return numbers
-        total = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
+        total: Any = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
 
     def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
         """Make the folder this run's, or find that it is already, by all that the run reads.
 
-        A `ConfigError` says that the folder holds something else, lies in an input, or holds one
-        that would be dropped.
+        A `ConfigError` says that the folder holds something else, or that an input would be
+        written over.
         """
         if self.is_main:
-            self._check_inputs(inputs, overwrite)
-            self._claim(config, inputs, overwrite)
+            out = self.path.resolve()
+            for path in inputs:
+                place = Path(path).expanduser().resolve()
+                made = any(place.is_relative_to(out / name) for name in _FOLDERS)
+                if place.exists() and (made or out.is_relative_to(place)):
+                    raise ConfigError(
+                        f"{path}, which this run reads, holds {self.path}, or lies where it "
+                        "writes; choose another folder"
+                    )
+            identity = {
+                "config": config.model_dump(mode="json"),
+                "processes": self.accelerator.num_processes,
+                "files": file_states(inputs),
+            }
+            self._claim(identity, overwrite)
         self.accelerator.wait_for_everyone()
 
-    def _check_inputs(self, inputs: Sequence[str], overwrite: bool) -> None:
-        made = [self.path / name for name in _FOLDERS]
-        for path in inputs:
-            place = Path(path).expanduser().resolve()
-            what = ""
-            if place.exists() and self.path.resolve().is_relative_to(place):
-                what = f"{self.path.resolve()} is {path} or lies in it, which this run reads"
-            elif overwrite and any(place.is_relative_to(folder.resolve()) for folder in made):
-                what = f"--overwrite would drop {path}, which this run needs"
-            if what:
-                raise ConfigError(f"{what}; choose another folder")
-
-    def _claim(self, config: BaseModel, inputs: Sequence[str], overwrite: bool) -> None:
-        made = [self.path / name for name in _FOLDERS]
-        identity = {
-            "config": config.model_dump(mode="json"),
-            "processes": self.accelerator.num_processes,
-            "files": file_states(inputs),
-        }
+    def _claim(self, identity: dict[str, Any], overwrite: bool) -> None:
         record = self.state / "run.json"
         known = json_or_empty(record)
         changed = differences(known, identity, _FREE)
         if not changed:
             return
-        # A run that ended over a mistake before it computed anything has nothing to lose. A folder
-        # whose record is gone may have anything in it.
+        # A run that ended over a mistake before it computed anything has nothing to lose.
         found = [self.path / name for name in ("config.json", *_RESULTS)]
-        for folder in [self.state] if known else made:
-            found += [path for path in folder.rglob("*") if path != record]
+        for name in _FOLDERS:
+            found += [path for path in (self.path / name).rglob("*") if path != record]
         found = [path for path in found if path.is_file()]
         if found and not overwrite:
             what = f"{found[0].relative_to(self.path)}, which is not of this run"
@@ -145,11 +135,10 @@ class TrainingRun:
             raise ConfigError(
                 f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
             )
-        if known or overwrite:  # first what would look as if this run were complete
-            for name in _RESULTS:
-                (self.path / name).unlink(missing_ok=True)
-            for folder in made:
-                shutil.rmtree(folder, ignore_errors=True)
+        for name in _RESULTS:  # first what would look as if this run were complete
+            (self.path / name).unlink(missing_ok=True)
+        for name in _FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
         self.state.mkdir(parents=True, exist_ok=True)
         write_text(record, json.dumps(identity, indent=1))
 
@@ -177,7 +166,7 @@ class ModuleTraining:
         self, name: str, run: TrainingRun, module: nn.Module, optimizer: torch.optim.Optimizer,
         settings: LoopConfig, per_epoch: int,
     ):  # fmt: skip
-        self._name, self._run, self._module, self._optimizer = name, run, module, optimizer
+        self._run, self._module, self._optimizer = run, module, optimizer
         self._checkpoint, self._best = run.state / f"{name}.pt", run.state / f"{name}-best.pt"
         self._settings = settings
         self._evaluate_every = settings.evaluate_every or per_epoch
@@ -195,32 +184,30 @@ class ModuleTraining:
 
         After so many evaluations (`patience`; 0: never) without improvement, training ends.
         """
-        progress = self.progress
-        bar = tqdm(None, f"training {self._name}", self.total, unit="step", initial=progress.step,
-                   disable=self._run.quiet)  # fmt: skip
-        while not progress.finished:
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate(progress.step)
-            yield progress.step
-            bar.update()
-            bar.set_postfix(best=f"{progress.best_loss:.4f}")
-            progress.finished = progress.step == self.total or 0 < patience <= progress.waited
-            if progress.step % self._settings.checkpoint_every == 0 or progress.finished:
-                self._save(self._checkpoint, {
-                    "module": self._module.state_dict(),
-                    "optimizer": self._optimizer.state_dict(),
-                    "random": torch.get_rng_state(),
-                    "progress": vars(progress),
-                })  # fmt: skip
-        bar.close()
+        progress, initial = self.progress, self.progress.step
+        quiet = self._run.quiet
+        with tqdm(desc="steps", total=self.total, initial=initial, disable=quiet) as bar:
+            while not progress.finished:
+                for group in self._optimizer.param_groups:
+                    group["lr"] = rate(progress.step)
+                yield progress.step
+                bar.update()
+                bar.set_postfix(best=f"{progress.best_loss:.4f}")
+                progress.finished = progress.step == self.total or 0 < patience <= progress.waited
+                due = progress.step % self._settings.checkpoint_every == 0 or progress.finished
+                if due and self._run.is_main:
+                    _save(self._checkpoint, {
+                        "module": self._module.state_dict(),
+                        "optimizer": self._optimizer.state_dict(),
+                        "random": torch.get_rng_state(),
+                        "progress": vars(progress),
+                    })  # fmt: skip
 
     def check_finite(self, what: str, value: float) -> None:
         """Raise a `ConfigError` where a value of this step, such as its loss, is NaN or Inf."""
         if not math.isfinite(value):
-            best = f"the best so far, of step {self.progress.best_step}, is kept in {self._best}"
-            kept = "nothing was evaluated before that" if not self._best.exists() else best
             raise ConfigError(
-                f"{what} became {value} in step {self.progress.step}; {kept}. Lower "
+                f"{what} became {value} in step {self.progress.step}; lower "
                 "training.learning_rate, or look at the data"
             )
 
@@ -234,35 +221,22 @@ class ModuleTraining:
     def keep_best(self, loss: float, scores: Mapping[str, float]) -> None:
         """Log an evaluation, and keep the module if it was never better."""
         progress = self.progress
+        self.check_finite("the loss on the validation split", loss)
         progress.log.append({"step": progress.step, "validation_loss": loss, **scores})
         progress.waited += 1
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step, progress.waited = loss, progress.step, 0
-            self._save(self._best, self._module.state_dict())
+            if self._run.is_main:
+                _save(self._best, self._module.state_dict())
 
     def load_best(self) -> None:
         """Put back the module of the best evaluation."""
         self._run.accelerator.wait_for_everyone()
-        if math.isinf(self.progress.best_loss):
-            raise ConfigError(
-                "the loss was NaN or Inf in every evaluation; lower training.learning_rate, or "
-                "look at the data"
-            )
         best = torch.load(self._best, map_location="cpu", weights_only=True)
         self._module.load_state_dict(best)
 
-    def _save(self, path: Path, state: Mapping[str, Any]) -> None:
-        if self._run.is_main:
-            partial = path.with_name(path.name + ".partial")
-            torch.save(state, partial)
-            os.replace(partial, path)
 
-
-def open_tensors(path: str | os.PathLike) -> safe_open:
-    """Open a safetensors file that a run has written."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); delete it to repeat what it was made for"
-        ) from error
+def _save(path: Path, content: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    torch.save(content, partial)
+    os.replace(partial, path)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mergekit-ace statistics`: what samples tell of every expert, one model in memory at a time.
 
-Samples pass one by one: then there is no padding that would have to be left out, in whatever way an
-architecture arranges its inputs.
+Samples pass one by one, so that there is no padding to leave out.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ from mergekit_ace.files.statistics import (
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import SampleReader, read_rows
-from mergekit_ace.training.merged import map_folder, stored_names
 from mergekit_ace.training.models import (
     Models,
     claim_models,
     load_skeleton,
+    map_folder,
+    open_tensors,
+    stored_names,
 )
-from mergekit_ace.training.state import TrainingRun, open_tensors
+from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
 OWN_TEXTS = 16  # that an expert without data writes
@@ -69,20 +70,20 @@ def measure_statistics(
     """Measure statistics, or go on with that; return the path of their index."""
     with TrainingRun.start(out, quiet=quiet) as run:
         models = claim_models(config, run, overwrite=overwrite)
-        index, experts = run.path / INDEX_FILE, range(len(config.models))
-        files = [_file(run, row, kind) for row in experts for kind in config.measure]
-        if index.exists() and all(file.exists() for file in files):  # this very run, complete
-            return index
-        base = load_skeleton(models.base, models.kind, config)
-        models.check_experts(base)
+        index, count = run.path / INDEX_FILE, len(config.models)
+        files = [{k: _file(run, row, k) for k in config.measure} for row in range(count)]
+        if index.exists() and all(file.exists() for own in files for file in own.values()):
+            return index  # this very run, complete
+        models.check_experts(load_skeleton(models.base, models.kind, config))
         for _, data in config.sources:  # mistakes in it show before the first model reads
             read_rows(data, config.training.seed)
-        tensors = plan_measurements(models)
+        tensors = plan_measurements(models, config.measure)
         (run.path / "experts").mkdir(exist_ok=True)
+        experts = [measure_expert(models, tensors, row, own) for row, own in enumerate(files)]
         save_index(run.path, StatisticsIndex(
             base_model=config.base_model,
             measured=config.measure,
-            experts=tuple(measure_expert(models, tensors, row) for row in experts),
+            experts=tuple(experts),
             tensors=tensors,
             config=config.model_dump(mode="json"),
             package=mergekit_ace.__version__,
@@ -90,8 +91,12 @@ def measure_statistics(
         return index
 
 
+def _file(run: TrainingRun, row: int, kind: Measure) -> Path:
+    return run.path / "experts" / f"{row}-{kind}.safetensors"
+
+
 @torch.no_grad()
-def plan_measurements(models: Models) -> tuple[MeasuredTensor, ...]:
+def plan_measurements(models: Models, measures: Sequence[Measure]) -> tuple[MeasuredTensor, ...]:
     """Return what is known of all tensors by the first expert; say what measuring them takes."""
     config, reader = models.config, load_reader(models, 0)
     model = reader.model
@@ -101,33 +106,28 @@ def plan_measurements(models: Models) -> tuple[MeasuredTensor, ...]:
     samples = reader.read(rows.select(range(min(_AT_ONCE, len(rows)))), "first", 1, quiet=True)
     shared = shared_inputs(linear, partial(reader.logits, samples[:1]))
     tensors = describe_tensors(model, names, models.experts[0], shared, tables)
-    columns = [_input_size(linear[name][0]) for name in set(shared.values())]
-    counts = 8 * sum(len(model.get_parameter(name)) for name in tables)
+    columns = [_input_size(linear, name) for name in set(shared.values())]
+    covariances = 4 * sum(map(packed_size, columns))
+    covariances += 8 * sum(len(model.get_parameter(name)) for name in tables)
     fisher = 4 * sum(model.get_parameter(one.name).numel() for one in tensors if one.fisher)
-    disk = {"covariances": 4 * sum(map(packed_size, columns)) + counts, "fisher": fisher}
-    memory = {"covariances": 4 * sum(n**2 for n in columns) + counts, "fisher": fisher}
-    count = len(config.models)
-    for kind in config.measure:
-        if not disk[kind]:
+    # Whole matrices are summed up in memory, and half of each is written.
+    for kind, disk, memory in (("covariances", covariances, 2), ("fisher", fisher, 1)):
+        if kind in measures and not disk:
             said = f"{config.base_model} has nothing of which {kind} could be measured"
             raise ConfigError(said)
-        if not models.run.quiet:
+        if kind in measures and not models.run.quiet:
             click.echo(
-                f"{kind} of {count} experts: {count * disk[kind] / 1e9:.3g} GB on disk, and "
-                f"{memory[kind] / 1e9:.3g} GB of memory beside the model"
+                f"{kind} of {len(config.models)} experts: {len(config.models) * disk / 1e9:.3g} GB "
+                f"on disk, and {memory * disk / 1e9:.3g} GB of memory beside the model"
             )
     return tensors
-
-
-def _file(run: TrainingRun, row: int, kind: Measure) -> Path:
-    return run.path / "experts" / f"{row}-{kind}.safetensors"
 
 
 def load_reader(models: Models, row: int) -> SampleReader:
     """Load an expert, on its device, with its data."""
     config, run, kind = models.config, models.run, models.kind
-    model = models.load(models.experts[row]).to(run.accelerator.device)
-    data = config.models[row].data
+    model: Any = models.load(models.experts[row])
+    model, data = model.to(run.accelerator.device), config.models[row].data
     if data is not None:
         head_modules(model, kind, data, models.base)
     else:
@@ -136,10 +136,11 @@ def load_reader(models: Models, row: int) -> SampleReader:
     return SampleReader(model, kind, models.processor, data)
 
 
-def measure_expert(models: Models, tensors: Sequence[MeasuredTensor], row: int) -> MeasuredExpert:
+def measure_expert(
+    models: Models, tensors: Sequence[MeasuredTensor], row: int, files: Mapping[str, Path]
+) -> MeasuredExpert:
     """Measure what is not measured yet of an expert; return its entry of the index."""
     config, run, expert = models.config, models.run, models.config.models[row]
-    files = {kind: _file(run, row, kind) for kind in config.measure}
     missing = [kind for kind, file in files.items() if not file.exists()]
     if missing:
         reader = load_reader(models, row)
@@ -149,11 +150,7 @@ def measure_expert(models: Models, tensors: Sequence[MeasuredTensor], row: int) 
         facts = {"model": expert.model, "task": expert.task}
         facts |= {"samples": len(samples), "tokens": tokens}
         for kind in missing:
-            found: dict[str, Tensor] = {}
-            with suppress(torch.OutOfMemoryError):
-                found = _sum(reader, samples, tensors, kind, reader.model.device, models)
-            if not found:  # a full GPU
-                found = _sum(reader, samples, tensors, kind, torch.device("cpu"), models)
+            found = _sum(reader, samples, tensors, kind, models)
             for name, tensor in found.items():
                 if not tensor.isfinite().all():
                     raise ConfigError(
@@ -169,16 +166,19 @@ def measure_expert(models: Models, tensors: Sequence[MeasuredTensor], row: int) 
 
 def _sum(
     reader: SampleReader, samples: Sequence[Example], tensors: Sequence[MeasuredTensor],
-    kind: Measure, device: torch.device, models: Models,
+    kind: str, models: Models,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Sum up one kind of statistics on a device."""
-    bar = tqdm(samples, kind, unit="sample", disable=models.run.quiet)
-    given = reader.model, ([sample] for sample in bar), reader.logits, device
-    if kind == "fisher":
-        names = [tensor.name for tensor in tensors if tensor.fisher]
-        return sum_fisher(names, *given, models.config.training.seed)
-    leaders = list(dict.fromkeys(tensor.inputs for tensor in tensors if tensor.inputs))
-    return sum_inputs(leaders, [tensor.name for tensor in tensors if tensor.counted], *given)
+    """Sum up one kind of statistics, on the CPU where a GPU is full."""
+    model, inputs = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
+    for device in dict.fromkeys((model.device, torch.device("cpu"))):
+        bar = tqdm(samples, kind, unit="sample", disable=models.run.quiet)
+        given = model, ([sample] for sample in bar), reader.logits, device
+        with suppress(*[torch.OutOfMemoryError] * (device.type != "cpu")):
+            if kind == "covariances":
+                return sum_inputs([*inputs], [one.name for one in tensors if one.counted], *given)
+            names = [tensor.name for tensor in tensors if tensor.fisher]
+            return sum_fisher(names, *given, models.config.training.seed)
+    raise AssertionError
 
 
 def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:
@@ -192,8 +192,9 @@ def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) 
     return found
 
 
-def _input_size(linear: nn.Module) -> int:
-    return linear.weight.shape[0 if isinstance(linear, Conv1D) else 1]
+def _input_size(linear: Modules, name: str) -> int:
+    layer: Any = linear[name][0]
+    return layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
 
 
 def describe_tensors(
@@ -203,17 +204,20 @@ def describe_tensors(
     """Return all tensors of a model, with the names that they have in memory and on disk."""
     on_disk = map_folder(folder)
     parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
-    names: dict[int, list[str]] = {id(parameter): [] for parameter in parameters.values()}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.get(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(name)
     tensors = []
     for name, stored in stored_names(model, parameters, on_disk).items():
         same = all(on_disk[one].shape == parameters[name].shape for one in stored)
         tied = [other for other in names[id(parameters[name])] if other != name]
-        facts = {"inputs": inputs.get(name), "counted": name in tables}
-        every = tuple(dict.fromkeys((*stored, *tied)))
-        fisher = name in merged and same
-        tensors.append(MeasuredTensor(name=name, stored=every, fisher=fisher, **facts))
+        tensors.append(MeasuredTensor(
+            name=name,
+            stored=tuple(dict.fromkeys((*stored, *tied))),
+            inputs=inputs.get(name),
+            counted=name in tables,
+            fisher=name in merged and same,
+        ))  # fmt: skip
     buffers = (MeasuredTensor(name=name, stored=()) for name, _ in model.named_buffers())
     return (*tensors, *buffers)
 
@@ -266,10 +270,10 @@ def sum_inputs(
     """
     linear, looked_up = modules_of(model, leaders, LINEAR), modules_of(model, tables, TABLE)
     rows = dict.fromkeys(leaders, 0)
-    sums = {n: torch.zeros(2 * [_input_size(m[0])], device=device) for n, m in linear.items()}
+    sums = {name: torch.zeros(2 * [_input_size(linear, name)], device=device) for name in linear}
     counts = {
-        name: torch.zeros(len(module.weight), dtype=torch.int64, device=device)
-        for name, (module, *_) in looked_up.items()
+        name: torch.zeros(len(model.get_parameter(name)), dtype=torch.int64, device=device)
+        for name in looked_up
     }
 
     def add(name: str, given: Tensor) -> None:
@@ -304,6 +308,7 @@ def sum_fisher(
 
     def add(name: str, parameter: Tensor) -> None:
         """Add a gradient as soon as it is complete: at no time are all of them in memory."""
+        assert parameter.grad is not None
         sums[name] += parameter.grad.to(device, torch.float32).square_()
         parameter.grad = None
 

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of models: how rows become samples, samples batches, and batches logits.
-
-A kind has the class of transformers' that loads it (`auto_class`), and tells whether experts have
-heads of their own (`has_heads`) and write answers that rows lack (`writes`, `complete`). `encode`
-makes a sample of a row, or None where there is nothing to predict; `collate` makes a batch of
-samples, and `logits` (P, C) of a batch: P supervised positions, C classes or tokens.
-"""
+"""Kinds of models: how rows become samples, samples batches, and batches logits."""
 
 from __future__ import annotations
 
@@ -54,20 +48,27 @@ def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
     return data.model_copy(update={"max_length": longest})
 
 
-def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
-    text = row[data.columns[purpose]]
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
-        )
-    return text
+class ModelKind:
+    """Models of one task: how they are loaded, read rows, and answer."""
 
+    auto_class: str  # of transformers
+    has_heads = False  # whether experts have heads of their own
+    writes = False  # whether experts write the answers that rows lack
 
-class TextModel:
-    """Base of the kinds of models that read texts."""
+    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
+        """Return a row as a sample, with `true` where there is an answer; None if it has nothing.
 
-    has_heads = False
-    writes = False
+        Of language models: `input_ids` (n,), and `supervised` (n,), or (m,) for `target_ids`.
+        """
+        raise NotImplementedError
+
+    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
+        """Return a prompt with its answer as a sample."""
+        raise NotImplementedError
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        """Return logits (P, C): at P supervised positions, of C classes or tokens."""
+        return model(**batch).logits
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
@@ -77,7 +78,7 @@ class TextModel:
 
     @torch.no_grad()
     def complete(
-        self, model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
+        self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any
     ) -> list[Example]:
         """Let the teacher write the answers, greedily, each up to and with its first end token."""
         known = [sample["input_ids"] for sample in samples]
@@ -88,34 +89,36 @@ class TextModel:
             for rows in (known, [*map(torch.ones_like, known)])
         )
         read = 1 if both else ids.shape[1]  # the start token, or the prompt
-        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-        room = (longest_input(model) or math.inf) - read
-        options = {"max_new_tokens": min(data.max_new_tokens, room), "num_beams": 1}
-        pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0  # padding is masked
-        written = model.generate(**inputs, **options, do_sample=False, pad_token_id=pad).cpu()
+        written = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=min(data.max_new_tokens, (longest_input(model) or math.inf) - read),
+            num_beams=1,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,  # it is masked
+        ).cpu()
         ends = model.generation_config.eos_token_id
         ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
         completed = []
-        for sample, answer in zip(samples, written[:, read:], strict=True):
+        for prompt, answer in zip(known, written[:, read:], strict=True):
             stops = torch.isin(answer, ends).nonzero()
             answer = answer[: int(stops[0]) + 1] if len(stops) else answer
-            completed.append(self.answered(sample["input_ids"], answer))
+            completed.append(self.answered(prompt, answer))
         return completed
 
 
-class CausalLanguageModel(TextModel):
+class CausalLanguageModel(ModelKind):
     """Decoder; supervised at the tokens of a text, of a completion, or of a chat's last answer."""
 
     auto_class = "AutoModelForCausalLM"
     writes = True
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        """Encode a row: `input_ids` (n,), `supervised` (n,), and `true` if there is an answer."""
         prompt, answer = _prompt_and_answer(row, data, processor)
         sample = self.answered(torch.tensor(prompt), torch.tensor(answer or [], dtype=torch.long))
         if answer is None:  # a prompt that fills max_length leaves no room for an answer
             return sample if len(prompt) < data.max_length else None
-        sample = {name: tensor[: data.max_length] for name, tensor in sample.items()}
+        sample = {n: tensor[: data.max_length].clone() for n, tensor in sample.items()}
         sample["supervised"][0:1] = False  # nothing comes before it
         true = sample["input_ids"][sample["supervised"]]
         return sample | {"true": true} if len(true) else None
@@ -124,10 +127,19 @@ class CausalLanguageModel(TextModel):
         ids = torch.cat((prompt.long(), answer))
         return {"input_ids": ids, "supervised": torch.arange(len(ids)) >= len(prompt)}
 
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+    def logits(self, model: Any, batch: Batch) -> Tensor:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return logits[:, :-1][batch["supervised"][:, 1:]]
+
+
+def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
+    text = row[data.columns[purpose]]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
+        )
+    return text
 
 
 def _prompt_and_answer(
@@ -137,7 +149,7 @@ def _prompt_and_answer(
     if data.text is not None:
         return [], tokenizer(_text_of(row, data, "text"))["input_ids"]
     if data.messages is not None:
-        return _chat(row[data.messages], data, tokenizer)
+        return _chat(row[data.messages], f"data {data.path}: column {data.messages}", tokenizer)
     prompt = tokenizer(_text_of(row, data, "prompt"))["input_ids"]
     if data.completion is None:
         return prompt, None
@@ -146,14 +158,12 @@ def _prompt_and_answer(
     return prompt, answer + ([end] if end is not None else [])
 
 
-def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], list[int] | None]:
+def _chat(messages: Any, whose: str, tokenizer: Any) -> tuple[list[int], list[int] | None]:
     """Return the tokens of a chat before and of its last answer, as the template writes it."""
-    whose = f"data {data.path}: column {data.messages}"
+    known = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
     # A template writes an unknown role like a known one, and it would not be learned.
-    if not (isinstance(messages, list) and messages) or not all(
-        isinstance(one, dict)
-        and one.get("role") in _ROLES
-        and (one.get("content") is not None or one.get("tool_calls"))
+    if not (known and messages) or not all(
+        one.get("role") in _ROLES and (one.get("content") is not None or one.get("tool_calls"))
         for one in messages
     ):
         raise ConfigError(
@@ -162,18 +172,19 @@ def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], l
         )
 
     def render(part: list, *, prompt: bool) -> list[int]:
-        try:
-            options = {"return_dict": False, "add_generation_prompt": prompt}
-            return tokenizer.apply_chat_template(part, tokenize=True, **options)
-        except Exception as error:  # whatever a template raises
-            said = f"{whose}: the tokenizer's chat template refuses its messages: {error}"
-            raise ConfigError(said) from error
+        options = {"return_dict": False, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(part, tokenize=True, **options)
 
-    if messages[-1]["role"] != "assistant":
-        return render(messages, prompt=True), None
-    whole = render(messages, prompt=False)
-    for prompt in (True, False):  # some templates begin an answer otherwise once it is written
-        before = render(messages[:-1], prompt=prompt)
+    try:
+        if messages[-1]["role"] != "assistant":
+            return render(messages, prompt=True), None
+        whole = render(messages, prompt=False)
+        # Some templates begin an answer otherwise once it is written.
+        starts = [render(messages[:-1], prompt=prompt) for prompt in (True, False)]
+    except Exception as error:  # whatever a template raises
+        said = f"{whose}: the tokenizer's chat template refuses its messages: {error}"
+        raise ConfigError(said) from error
+    for before in starts:
         if whole[: len(before)] == before:
             return before, whole[len(before) :]
     raise ConfigError(
@@ -182,7 +193,7 @@ def _chat(messages: Any, data: DataConfig, tokenizer: Any) -> tuple[list[int], l
     )
 
 
-class Seq2SeqLanguageModel(TextModel):
+class Seq2SeqLanguageModel(ModelKind):
     """Encoder with decoder; supervised at every token of the target."""
 
     auto_class = "AutoModelForSeq2SeqLM"
@@ -201,7 +212,7 @@ class Seq2SeqLanguageModel(TextModel):
         everything = torch.ones_like(answer, dtype=torch.bool)
         return {"input_ids": prompt, "target_ids": answer, "supervised": everything}
 
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+    def logits(self, model: Any, batch: Batch) -> Tensor:
         targets, start = batch["target_ids"], model.config.decoder_start_token_id
         shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -209,7 +220,7 @@ class Seq2SeqLanguageModel(TextModel):
         return logits[batch["supervised"]]
 
 
-class SequenceClassification(TextModel):
+class SequenceClassification(ModelKind):
     """Classifier of texts, or of pairs of them; each expert keeps its own head."""
 
     has_heads = True
@@ -222,12 +233,12 @@ class SequenceClassification(TextModel):
         example = {name: torch.tensor(encoded[name]) for name in _TEXT_INPUTS if name in encoded}
         return example | _truth(row, data) if len(example["input_ids"]) else None
 
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+    def logits(self, model: Any, batch: Batch) -> Tensor:
         pad = model.config.get_text_config().pad_token_id
         if pad is not None:  # decoders answer at the last token that is no padding, by its number
             ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
             batch = batch | {"input_ids": ids}
-        return model(**batch).logits
+        return super().logits(model, batch)
 
 
 def _truth(row: dict[str, Any], data: DataConfig) -> Example:
@@ -243,11 +254,10 @@ def _truth(row: dict[str, Any], data: DataConfig) -> Example:
     return {"true": torch.tensor([label])}
 
 
-class ImageClassification:
+class ImageClassification(ModelKind):
     """Classifier of images, or of pixel values (channels, height, width) as they are."""
 
     has_heads = True
-    writes = False
     auto_class = "AutoModelForImageClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
@@ -257,20 +267,15 @@ class ImageClassification:
         elif processor is not None and hasattr(image, "convert"):
             pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
         else:
-            remedy = "give a folder of images, or a data set that has them in it"
-            if hasattr(image, "convert"):
-                remedy = "add an image processor (preprocessor_config.json) to the base model"
             raise ConfigError(
                 f"data {data.path}: column {data.image} holds {image!r:.60}, which no model reads; "
-                f"{remedy}, or pixel values"
+                "give a folder of images, or a data set that has them in it, and a base model with "
+                "an image processor (preprocessor_config.json); or pixel values"
             )
         return {"pixel_values": pixels[None]} | _truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         return {"pixel_values": torch.cat([sample["pixel_values"] for sample in samples])}
-
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        return model(**batch).logits
 
 
 class ZeroShotImageClassification(ImageClassification):
@@ -278,11 +283,8 @@ class ZeroShotImageClassification(ImageClassification):
 
     auto_class = "CLIPVisionModelWithProjection"
 
-    def logits(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+    def logits(self, model: Any, batch: Batch) -> Tensor:
         return model(**batch).image_embeds  # of a `ZeroShotHead` for a projection
-
-
-ModelKind = TextModel | ImageClassification
 
 
 def model_kind(task: Task) -> ModelKind:
@@ -321,12 +323,13 @@ def head_modules(
 def attach_head(model: PreTrainedModel, head: Mapping[str, nn.Module]) -> None:
     """Make `model` answer as the classes of a head of `head_modules`."""
     for name, module in head.items():
-        module.to(model.device, model.dtype)
-        setattr(model, name, module)
+        setattr(model, name, module.to(model.device, model.dtype))
 
 
 class ZeroShotHead(nn.Module):
     """Projection of an image tower that answers with logits, by embedded texts (C, d)."""
+
+    texts: Tensor
 
     def __init__(self, projection: nn.Linear, texts: Tensor):
         super().__init__()
@@ -346,12 +349,12 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
     """
     from transformers import AutoTokenizer, CLIPModel
 
-    options = {"local_files_only": True}
+    load: Any = CLIPModel.from_pretrained
     try:
-        model, info = CLIPModel.from_pretrained(folder, output_loading_info=True, **options)
+        model, info = load(folder, output_loading_info=True, local_files_only=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
@@ -368,7 +371,7 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
 
 
 def write_own_texts(
-    model: PreTrainedModel, tokenizer: Any, count: int, path: Path, *, quiet: bool = False
+    model: Any, tokenizer: Any, count: int, path: Path, *, quiet: bool = False
 ) -> DataConfig:
     """Let a language model write texts into a `.jsonl`, once; return that as data.
 

@@ -7,24 +7,51 @@ returns ∂L/∂λ, and Adam carries that back through the learner.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
+import yaml
 from accelerate.utils import send_to_device
+from mergekit.common import ModelReference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mergekit_ace.algebra.learner import Learner, LearnerInputs
-from mergekit_ace.methods.coefficients import CoefficientFile
-from mergekit_ace.training.config import Labels, TrainConfig
+import mergekit_ace
+from mergekit_ace.algebra.learner import Learner
+from mergekit_ace.files.saving import write_text
+from mergekit_ace.files.statistics import Expert, MergedTensor
+from mergekit_ace.methods.architecture import lacks_embeddings
+from mergekit_ace.methods.coefficients import CoefficientFile, Contents
+from mergekit_ace.methods.lookup import METHODS_OF_BASES
+from mergekit_ace.naming import short_names
+from mergekit_ace.report.card import markdown_text
+from mergekit_ace.training.config import Labels, LanguageTask, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
-from mergekit_ace.training.family import Family, Teacher, load_family
-from mergekit_ace.training.merged import MergedModel
-from mergekit_ace.training.models import claim_models
-from mergekit_ace.training.results import Log, Score, coefficient_file, write_results
+from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
+from mergekit_ace.training.models import claim_models, write_statistics_of_batches
 from mergekit_ace.training.state import ModuleTraining, TrainingRun
 from mergekit_ace.training.tasks import attach_head
+
+
+@dataclass(frozen=True)
+class Score:
+    """Loss and accuracy of a merge on one split.
+
+    Attributes:
+        loss: mean over teachers of the mean loss per position, weighted as in training.
+        accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
+            it, else against the expert's own answers; `rehearsal` likewise for the base's.
+    """
+
+    loss: float | None
+    accuracy: tuple[float, ...]
+    rehearsal: float | None = None
 
 
 def run_training(
@@ -34,49 +61,50 @@ def run_training(
     with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
         family = load_family(claim_models(config, run, overwrite=overwrite))
         objective = Objective(family)
-        inputs = family.learner_inputs()
-        learner, log = train_learner(objective, inputs)
-        scores = score_merges(objective, learner(*inputs))
-        file = coefficient_file(family, learner, inputs, scores)
+        statistics, depths = family.learner_inputs()
+        learner, log = train_learner(objective, statistics, depths)
+        scores = score_merges(objective, learner(statistics, depths))
+        file = coefficient_file(family, learner, statistics, depths, scores)
         if run.is_main:
-            write_results(file, family, log, scores)
+            write_results(file, family, log)
         run.accelerator.wait_for_everyone()
         return file
 
 
-def train_learner(objective: Objective, inputs: LearnerInputs) -> tuple[Learner, Log]:
-    """Train a learner, or go on with one, and return it as it was at its best evaluation."""
+def train_learner(
+    objective: Objective, statistics: Tensor, depths: Tensor
+) -> tuple[Learner, list[dict[str, Any]]]:
+    """Train a learner, or go on with one; return it as it was at its best evaluation, and a log."""
     config, settings = objective.config, objective.config.training
-    experts = len(inputs.statistics)
     torch.manual_seed(settings.seed)
-    learner = Learner(config.learner, *inputs.statistics.shape[:2])
-    learner.standardizer.fit(inputs.statistics)
+    learner = Learner(config.learner, *statistics.shape[:2])
+    learner.standardizer.fit(statistics)
     optimizer = torch.optim.Adam(learner.parameters(), lr=settings.learning_rate, foreach=False)
     per_epoch = objective.steps_per_epoch
     training = ModuleTraining("learner", objective.run, learner, optimizer, settings, per_epoch)
 
     def evaluate() -> None:
         with torch.no_grad():
-            score = objective.score(learner(*inputs), "validation")
+            score = objective.score(learner(statistics, depths), "validation")
         scores = {"validation_accuracy": fmean(score.accuracy)}
         if score.rehearsal is not None:
             scores["validation_rehearsal"] = score.rehearsal
+        assert score.loss is not None
         training.keep_best(score.loss, scores)
-
-    if training.progress.step == 0:
-        evaluate()  # the start counts: training never ends below it
 
     def rate(step: int) -> float:
         schedule = settings.scheduler
         return settings.learning_rate * schedule.gamma ** (step // per_epoch // schedule.step)
 
+    if training.progress.step == 0:
+        evaluate()  # the start counts: training never ends below it
     for step in training.steps(rate, settings.patience):
-        coefficients = learner(*inputs)  # (K, G)
+        coefficients = learner(statistics, depths)  # (K, G)
         gradient, losses = objective.gradient(coefficients, step)
         for teacher, loss in zip(objective.teachers, losses.tolist(), strict=True):
             training.check_finite(f"the loss on the data of {teacher.name}", loss)
         training.check_finite("the gradient", float(gradient.abs().sum()))
-        away = coefficients.detach().double() - config.learner.start(experts)
+        away = coefficients.detach().double() - config.learner.start(len(coefficients))
         gradient += 2 * config.penalty / away.numel() * away  # of penalty times the mean square
         optimizer.zero_grad()
         coefficients.backward(gradient.to(coefficients.dtype))
@@ -89,24 +117,26 @@ def train_learner(objective: Objective, inputs: LearnerInputs) -> tuple[Learner,
 
 def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]:
     """Score the learned coefficients beside merges that need no training, on the test split."""
-    config, shape = objective.config, coefficients.shape
-
-    def equal(value: float) -> Score:
-        return objective.score(torch.full(shape, value), "test")
-
-    scores = {}
-    accuracies = [t.accuracy for t in objective.teachers if t.accuracy is not None]
-    if len(accuracies) == len(objective.teachers):  # all true labels are known
-        rehearsal = None if config.rehearsal is None else accuracies.pop()
-        scores["each expert on its own"] = Score(None, tuple(accuracies), rehearsal)
-    scores["base model"] = equal(0.0)
-    if config.options is None:
-        scores["uniform (mean of the experts)"] = equal(1 / shape[0])
-        learned = "AdaMerging" if config.loss == "entropy" else "StatsMerging"
-    else:
-        scores[f"{config.basis}, without data"] = equal(1.0)
-        learned = f"{config.basis}, coefficients"
-    return {**scores, learned: objective.score(coefficients, "test")}
+    config, scores, own = objective.config, {}, []
+    for samples in (teacher.splits["test"] for teacher in objective.teachers):
+        if all("true" in sample for sample in samples):
+            right = _gather(samples, "hard") == _gather(samples, "true")
+            own.append(float(right.double().mean()))
+    if len(own) == len(objective.teachers):  # all true labels are known
+        rehearsal = None if config.rehearsal is None else own.pop()
+        scores["each expert on its own"] = Score(None, tuple(own), rehearsal)
+    merges = {
+        "base model": torch.zeros_like(coefficients),
+        "uniform (mean of the experts)": torch.full_like(coefficients, 1 / len(coefficients)),
+        "AdaMerging" if config.loss == "entropy" else "StatsMerging": coefficients,
+    }
+    if config.options is not None:
+        merges = {
+            "base model": torch.zeros_like(coefficients),
+            f"{config.basis}, without data": torch.ones_like(coefficients),
+            f"{config.basis}, coefficients": coefficients,
+        }
+    return scores | {name: objective.score(used, "test") for name, used in merges.items()}
 
 
 class Objective:
@@ -118,7 +148,7 @@ class Objective:
     def __init__(self, family: Family):
         models, self.teachers = family.models, family.teachers
         self.config, self.run = models.config, models.run
-        self._groups, self._kind = family.groups, models.kind
+        self._groups, self._kind, self._module = family.groups, models.kind, family.module
         versions, components = family.components or family.experts, bool(family.components)
         names = list(family.stored)
         self._merged = MergedModel(
@@ -141,7 +171,7 @@ class Objective:
         A teacher's loss is the mean over supervised positions; L is their weighted mean.
         """
         self._merged.write(coefficients[:, self._groups])
-        self._merged.clear()
+        self._merged.products.zero_()
         settings = self.config.training
         losses = torch.zeros(len(self.teachers), dtype=torch.float64)
         for row, (weight, teacher) in enumerate(zip(self.weights, self.teachers, strict=True)):
@@ -153,7 +183,6 @@ class Objective:
                 loss = loss / positions
                 (float(weight) * loss).backward()
                 losses[row] += loss.detach().double().cpu()
-            self._merged.collect()
         gradient = torch.zeros(coefficients.shape, dtype=torch.float64)
         gradient.index_add_(1, self._groups, self.run.sum(self._merged.products))
         return gradient, self.run.sum(losses)
@@ -168,7 +197,7 @@ class Objective:
             for part in self.run.share(range(len(examples)), self.config.training.batch_size):
                 samples = [examples[index] for index in part]
                 loss, answers = self._loss(teacher, samples)
-                wanted = _gather(samples, "true" if "true" in samples[0] else "hard")
+                wanted = torch.cat([sample.get("true", sample["hard"]) for sample in samples])
                 right = int((answers.cpu() == wanted).sum())
                 sums[row] += torch.tensor([float(loss), right, len(wanted)])
         losses, right, positions = self.run.sum(sums).unbind(1)
@@ -178,16 +207,13 @@ class Objective:
 
     def _loss(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the merge on some samples, and its answers, (P,)."""
-        module, device = self._merged.module, self.run.accelerator.device
-        attach_head(module, teacher.head)
+        attach_head(self._module, teacher.head)
+        batch: Any = send_to_device(self._kind.collate(samples), self.run.accelerator.device)
         with self.run.accelerator.autocast():
-            logits = self._kind.logits(module, send_to_device(self._kind.collate(samples), device))
+            logits = self._kind.logits(self._module, batch)
         if self.config.loss == "entropy":
-            loss = summed_entropy(logits)
-        else:
-            kind = self.config.labels_of(dict(self.config.sources)[teacher.name])
-            loss = summed_loss(logits, samples, kind)
-        return loss, logits.argmax(-1)
+            return summed_entropy(logits), logits.argmax(-1)
+        return summed_loss(logits, samples, teacher.labels), logits.argmax(-1)
 
 
 def _gather(samples: list[Example], name: str) -> Tensor:
@@ -225,3 +251,138 @@ def summed_entropy(logits: Tensor) -> Tensor:
     """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
     logarithms = logits.float().log_softmax(-1)
     return -(logarithms.exp() * logarithms).sum()
+
+
+def coefficient_file(
+    family: Family, learner: Learner, statistics: Tensor, depths: Tensor,
+    scores: Mapping[str, Score],
+) -> CoefficientFile:  # fmt: skip
+    """Return the result, expanded from groups to tensors."""
+    config, groups, models = family.models.config, family.groups, family.models
+    stored, frozen = _names_on_disk(family)
+    experts = []
+    for one, folder in zip(config.models, map(Path, models.experts), strict=True):
+        # The folder of a model in the Hub's cache is called after its commit.
+        revision = folder.name if folder.parent.name == "snapshots" else None
+        experts.append(Expert(task=one.task, model=one.model, revision=revision))
+    contents = Contents(
+        base_model=config.base_model,
+        granularity=config.granularity,
+        basis=config.basis,
+        experts=tuple(experts),
+        tensors=tuple(MergedTensor(name=name, stored=names) for name, names in stored.items()),
+        frozen=frozen,
+        parameters={} if config.options is None else config.options.model_dump(exclude={"scale"}),
+        learner=config.learner,
+        config=config.model_dump(mode="json"),
+        scores={name: asdict(score) for name, score in scores.items()},
+        package=mergekit_ace.__version__,
+    )
+    return CoefficientFile(
+        contents, learner(statistics, depths)[:, groups], statistics[:, groups], depths[groups],
+        learner.state_dict(), groups,
+    )  # fmt: skip
+
+
+def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Return the names of every merged parameter on disk, and those that keep the base's values.
+
+    Of classifiers, those of backbones are among them. Of other models mergekit may know what keeps
+    the base's values by its name in memory.
+    """
+    module, stored = family.module, dict(family.stored)
+    frozen = set(family.on_disk)
+    if family.models.kind.has_heads:
+        prefix = f"{module.base_model_prefix}."
+        for name, names in stored.items():
+            stored[name] = tuple(sorted({*names, name.removeprefix(prefix)}))
+        frozen |= set(family.backbone.state_dict())
+    else:
+        merged = {id(module.get_parameter(name)) for name in stored}
+        everything = module.named_parameters(remove_duplicate=False)
+        frozen |= {name for name, parameter in everything if id(parameter) not in merged}
+    return stored, tuple(sorted(frozen.difference(*stored.values())))
+
+
+def write_results(file: CoefficientFile, family: Family, log: Sequence[Mapping[str, Any]]) -> None:
+    """Write the output folder; the coefficients last, so that they mean it is complete."""
+    config, run = family.models.config, family.models.run
+    table = scores_table(file, [len(teacher.splits["test"]) for teacher in family.teachers])
+    write_text(run.path / "scores.md", table + "\n")
+    write_text(run.path / "training.jsonl", "".join(json.dumps(line) + "\n" for line in log))
+    if family.models.kind.has_heads:
+        write_statistics_of_batches(family.backbone, family.models.backbones)
+    path = run.path / "coefficients.safetensors"
+    method = "task vectors" if config.options is None else config.basis
+    note = f"# {method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
+    merge = yaml.safe_dump(merge_config(family, file, path), sort_keys=False)
+    write_text(run.path / "merge.yml", f"{note}\n{merge}")
+    file.save(path)
+    if not run.quiet:
+        print(f"\n{table}\n\nmergekit-yaml {run.path / 'merge.yml'} OUTPUT_FOLDER")
+
+
+def scores_table(file: CoefficientFile, samples: Sequence[int]) -> str:
+    """Return a Markdown table: mean accuracy of the experts' tasks, each one's, the loss.
+
+    `samples` are how many each task is scored on; one number more for a rehearsal.
+    """
+    names = [*map(markdown_text, short_names([one.task for one in file.contents.experts]))]
+    own = samples[: len(names)]
+    rehearsal = len(samples) > len(own)
+    names += ["rehearsal"] * rehearsal
+    lines = [
+        ["accuracy on the test split", "mean", *names, "loss"],
+        ["---"] * (len(names) + 3),
+        ["samples", str(sum(own)), *map(str, samples), ""],
+    ]
+    for name, score in file.contents.scores.items():
+        shares = [fmean(score["accuracy"]), *score["accuracy"]]
+        shares += [score["rehearsal"]] * rehearsal
+        loss = "–" if score["loss"] is None else f"{score['loss']:.4f}"
+        lines.append([name, *(f"{share:.3f}" for share in shares), loss])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def merge_config(family: Family, file: CoefficientFile, path: Path) -> dict[str, Any]:
+    """Return a config that merges with the coefficients at `path`, run in whatever folder."""
+    contents, basis = file.contents, file.contents.basis
+    base, *experts = _models_to_merge(family)
+    config: dict[str, Any] = {
+        "merge_method": METHODS_OF_BASES.get(basis, basis),
+        "base_model": base,
+        "dtype": "float32",
+    }
+    stored = str(next(iter(family.base.values())).dtype).removeprefix("torch.")
+    if stored != "float32":
+        config["out_dtype"] = stored
+    if family.models.config.task in LanguageTask:
+        config["tokenizer"] = {"source": "base"}
+    config["models"] = [
+        {"model": model, "parameters": {"task": one.task}}
+        for model, one in zip(experts, contents.experts, strict=True)
+    ]
+    known = {name: value for name, value in contents.parameters.items() if value is not None}
+    config["parameters"] = {**known, "coefficients": str(path.resolve())}
+    return config
+
+
+def _models_to_merge(family: Family) -> list[Any]:
+    """Return base and experts; as backbones where they are classifiers.
+
+    Backbones have fewer tensors than a whole model, so mergekit is told to take what it finds.
+    """
+    config = family.models.config
+    if not family.models.kind.has_heads:
+        named = (config.base_model, *(expert.model for expert in config.models))
+        parts = (one.split("+") for one in named)
+        return ["+".join(os.path.abspath(p) if os.path.isdir(p) else p for p in one)
+                for one in parts]  # fmt: skip
+    base, *experts = (str(folder.resolve()) for folder in family.models.backbones)
+    inferred = [
+        ModelReference.model_validate(folder)
+        .model_copy(update={"override_architecture": "Inferred"})
+        .model_dump(exclude_none=True)
+        for folder in (base, *experts)
+    ]
+    return [inferred[0] if lacks_embeddings(family.module) else base, *inferred[1:]]

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The coefficient file: written, read, and refused."""
+
 from __future__ import annotations
 
 import os
@@ -16,8 +18,10 @@ from mergekit_ace.naming import FileError
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
 
 
-def test_what_is_saved_is_loaded(tmp_path):
-    file = make_file(NAMES, ["a", "b"], frozen=["head.weight"], scores={"x": {"loss": 1.0}})
+@pytest.mark.parametrize("kind", ["shared", "concatenated", "direct"])
+def test_what_is_saved_is_loaded(tmp_path, kind):
+    learner, scores = LearnerConfig(input=kind, hidden=8), {"x": {"loss": 1.0}}
+    file = make_file(NAMES, ["a", "b"], frozen=["head.weight"], scores=scores, learner=learner)
     file.save(tmp_path / "c.safetensors")
     again = CoefficientFile.load(tmp_path / "c.safetensors")
     assert again.contents == file.contents
@@ -27,14 +31,6 @@ def test_what_is_saved_is_loaded(tmp_path):
     predicted = again.learner(again.statistics, again.depths)
     assert torch.equal(predicted, file.learner(file.statistics, file.depths))
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize("kind", ["concatenated", "direct"])
-def test_learners_tied_to_their_tensors_load_too(tmp_path, kind):
-    file = make_file(NAMES, ["a", "b"], learner=LearnerConfig(input=kind, hidden=8))
-    file.save(tmp_path / "c.safetensors")
-    again = CoefficientFile.load(tmp_path / "c.safetensors")
-    assert again.learner(again.statistics, again.depths).shape == (2, 4)
 
 
 def test_a_missing_file():
@@ -54,10 +50,8 @@ def _rewritten(path, metadata=None, drop=()):
     [
         ({"version": "2"}, (), "of format version 1, but .* version: 2"),
         ({"format": "something"}, (), "not one of coefficients"),
-        ({"contents": "{"}, (), "damaged"),
         ({"contents": "{}"}, (), "damaged"),
         ({}, ("coefficients",), "damaged"),
-        ({}, ("depths",), "damaged"),
     ],
 )
 def test_other_and_damaged_files_are_refused(tmp_path, metadata, drop, message):
@@ -68,19 +62,15 @@ def test_other_and_damaged_files_are_refused(tmp_path, metadata, drop, message):
         CoefficientFile.load(path)
 
 
-@pytest.mark.parametrize("keep", [0, -10])
-def test_a_truncated_file_is_refused(tmp_path, keep):
+def test_a_truncated_file_and_a_git_lfs_pointer_are_told(tmp_path):
     path = tmp_path / "c.safetensors"
     make_file(NAMES, ["a", "b"]).save(path)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(FileError, match="damaged" if keep else "is empty"):
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(FileError, match="damaged"):
         CoefficientFile.load(path)
-
-
-def test_a_git_lfs_pointer_is_told(tmp_path):
-    (tmp_path / "c.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 0\n")
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid 0\n")
     with pytest.raises(FileError, match="git lfs pull"):
-        CoefficientFile.load(tmp_path / "c.safetensors")
+        CoefficientFile.load(path)
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Against numpy in float64, with full decompositions."""
+"""Statistics of weights against numpy in float64, with full decompositions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from mergekit_ace.algebra.learner import (
     STATISTICS,
     WeightMoments,
     combine,
-    feature_names,
     features,
-    leading_singular_values,
     measure_moments,
 )
 
@@ -26,7 +24,7 @@ def naive(tensor, rank):
     return [array.mean(), array.var(), np.linalg.norm(array), *singular]
 
 
-@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (7,), (1, 9), (2, 50), (8, 3, 5, 5), ()])
+@pytest.mark.parametrize("shape", [(40, 60), (7,), (2, 50), (8, 3, 5, 5), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_statistics_are_those_of_numpy(rng, shape, dtype):
     tensor = (torch.randn(shape, generator=rng) + 0.3).to(dtype)
@@ -34,46 +32,35 @@ def test_statistics_are_those_of_numpy(rng, shape, dtype):
     np.testing.assert_allclose(got, naive(tensor, 3), rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(600, 520), (520, 900), (1500, 1400)])
-@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+@pytest.mark.parametrize(("shape", "scale"), [((600, 520), 1e-12), ((520, 900), 1e12)])
 def test_large_matrices_need_no_full_decomposition(rng, monkeypatch, shape, scale):
     tensor = torch.randn(shape, generator=rng)
     tensor += torch.randn(shape[0], 2, generator=rng) @ torch.randn(2, shape[1], generator=rng)
     tensor *= scale
     expected = np.linalg.svd(tensor.double().numpy(), compute_uv=False)[:5]
-
-    def forbidden(matrix, *_, **__):
-        raise AssertionError("a full decomposition")
-
     for name in ("svd", "svdvals"):
-        monkeypatch.setattr(torch.linalg, name, forbidden)
-    np.testing.assert_allclose(leading_singular_values(tensor, 5), expected, rtol=2e-5)
-
-
-@pytest.mark.parametrize("shape", [(80, 90), (700, 600)])
-def test_they_are_the_same_in_every_run(rng, shape):
-    tensor = torch.randn(shape, generator=rng)
-    assert leading_singular_values(tensor, 3) == leading_singular_values(tensor, 3)
+        monkeypatch.delattr(torch.linalg, name)
+    found = measure_moments(tensor, 5).singular
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert measure_moments(tensor, 5).singular == found, "the same in every run"
 
 
 def test_zero_and_empty_tensors():
     assert features(measure_moments(torch.zeros(3, 4), 2), STATISTICS, 2) == [0.0] * 5
     assert features(measure_moments(torch.zeros(0, 4), 2), STATISTICS, 2) == [0.0] * 5
-    assert combine([], 2) == WeightMoments(0, 0.0, 0.0, ())
 
 
 def test_a_small_spread_beside_a_large_mean_is_not_lost():
     tensor = torch.full((1000,), 1e4, dtype=torch.float64)
     tensor[::2] += 1e-3
-    assert measure_moments(tensor, 0).variance == pytest.approx(2.5e-7, rel=1e-6)
+    (variance,) = features(measure_moments(tensor, 0), ("variance",), 0)
+    assert variance == pytest.approx(2.5e-7, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_refused(bad):
-    tensor = torch.zeros(4, 4)
-    tensor[1, 2] = bad
     with pytest.raises(ValueError, match="NaN or Inf"):
-        measure_moments(tensor, 1)
+        measure_moments(torch.tensor([[0.0, bad]]), 1)
 
 
 def test_together_is_the_block_diagonal_matrix(rng):
@@ -90,8 +77,3 @@ def test_together_is_the_block_diagonal_matrix(rng):
 def test_features_come_in_the_order_asked_for():
     moments = WeightMoments(4, 1.0, 8.0, (3.0, 2.0, 1.0))
     assert features(moments, ("singular_values", "mean"), 2) == [3.0, 2.0, 1.0]
-    assert feature_names(("singular_values", "mean"), 2) == (
-        "singular_value_1",
-        "singular_value_2",
-        "mean",
-    )

@@ -36,7 +36,6 @@ from transformers import (
 
 from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.training.config import DistillConfig, TrainConfig
-from mergekit_ace.training.data import Examples, unpack_examples
 from mergekit_ace.training.distill import run_distillation
 from mergekit_ace.training.train import run_training
 
@@ -248,9 +247,9 @@ def parsed(config: dict) -> TrainConfig:
     return TrainConfig.model_validate(config)
 
 
-def answered(out: Path, teacher: int) -> dict[str, Examples]:
+def answered(out: Path, teacher: int) -> dict[str, list[dict]]:
     """Samples of a teacher with its answers, by split."""
-    return unpack_examples(load_file(out / "state" / f"labels-{teacher}.safetensors"))
+    return torch.load(out / "state" / f"labels-{teacher}.pt")
 
 
 @torch.no_grad()

@@ -56,14 +56,13 @@ def weights(folder: str | Path, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "basis", "parameters"),
     [
-        ("llama", "ace", REFINED),
         ("llama", "ace_relative", {"centred": True}),
         ("gpt2", "ace", {}),
         ("bert", "ace_relative", {}),
         ("vit", "ace", REFINED),
         ("t5", "ace_relative", {}),
         ("mixtral", "ace", REFINED),
-        ("mixtral", "ace_relative", {}),
+        ("mixtral", "task_vector", {}),
     ],
 )
 def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis, parameters):
@@ -71,26 +70,25 @@ def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, kind, basis
     config = with_basis(FAMILIES[kind](tmp_path), basis, **parameters)
     out = tmp_path / "out"
     file = train(changed(config, max_steps=1), out)
-    assert file.contents.basis == basis
     assert file.coefficients.shape[0] == 2 + (basis == "ace")
-    assert abs(float(file.coefficients[:2].mean()) - 1) < 0.5
     generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
     file.coefficients += 0.5 * torch.randn(file.coefficients.shape, generator=generator)
     file.save(out / "coefficients.safetensors")
     merge = merge_of(out)
-    assert merge["merge_method"] == basis
-    base, merged = (weights(f, kind) for f in (merge["base_model"], mergekit_yaml(merge)))
+    merged, base = (weights(f, kind) for f in (mergekit_yaml(merge), merge["base_model"]))
+    experts = [weights(model["model"], kind) for model in merge["models"] if basis == "task_vector"]
     compared = 0
     for name, tensor in merged.items():
         column = file.columns.get(name)
         if column is None:
             assert torch.equal(tensor, base[name])
             continue
-        parts = load_file(out / "state" / "components" / f"{column:05d}.safetensors")
-        total = sum(
-            float(value) * parts[str(row)].double()
-            for row, value in enumerate(file.coefficients[:, column])
-        )
+        parts = [expert[name].double() - base[name].double() for expert in experts]
+        if not experts:
+            stored = load_file(out / "state" / "components" / f"{column:05d}.safetensors")
+            parts = [stored[str(row)].double() for row in range(len(stored))]
+        pairs = zip(file.coefficients[:, column].tolist(), parts, strict=True)
+        total = sum(value * part for value, part in pairs)
         expected = base[name].double() + total
         if total.any():
             rounding = 2**-23 * float(expected.norm() / total.norm())

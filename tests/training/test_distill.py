@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from checkpoints import fine_tuned, tiny_llama
 from families import (
     Killed,
-    bert_family,
     distil,
     image_distillation,
     killed_after,
@@ -27,9 +25,7 @@ from families import (
 )
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from tokenizers import processors
-from torch import Tensor
-from transformers import AutoModelForImageClassification, BertForSequenceClassification
+from transformers import AutoModelForImageClassification
 
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DistillConfig
@@ -99,12 +95,11 @@ def test_a_teacher_of_another_architecture_becomes_an_expert(tmp_path, make, kin
     assert len(train(family, tmp_path / "merge").coefficients) == 3
 
 
-@pytest.mark.parametrize("steps", [1, 7])
 def test_a_killed_distillation_goes_on_to_the_same_student(
-    images, distilled, tmp_path, monkeypatch, steps
+    images, distilled, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        killed_after(patch, Distillation, "backward", steps)
+        killed_after(patch, Distillation, "backward", 7)
         with pytest.raises(Killed):
             distil(images, tmp_path / "killed")
     resumed = distil(images, tmp_path / "killed")
@@ -141,35 +136,11 @@ def test_language_models(tmp_path, columns):
         distil(config, tmp_path / "other")
 
 
-def test_text_classifiers(tmp_path):
-    """The teacher's tokenizer begins every text with a token, the student's has none for some."""
-    config = bert_family(tmp_path)
-    student, teacher = (Path(model["model"]) for model in config["models"])
-    words = tokenizer()
-    begun = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 2)])
-    words.backend_tokenizer.post_processor = begun
-    words.save_pretrained(teacher)
-    rng = random.Random(0)
-    rows = [{"text": sentence(rng) if n % 8 else ""} for n in range(40)]
-    data = {"path": write_rows(tmp_path / "data.jsonl", rows), "text": "text"}
-    settings = {"task": config["task"], "data": data, "training": FAST}
-    out = distil({"teacher": str(teacher), "student": str(student), **settings}, tmp_path / "out")
-    assert BertForSequenceClassification.from_pretrained(out).config.num_labels == 5
-
-
-def test_a_loss_that_is_no_number(images, tmp_path, monkeypatch):
-    monkeypatch.setattr(Distillation, "backward", lambda *_: float("nan"))
-    message = r"became nan in step 0; nothing was evaluated.*Lower training\.learning_rate"
-    with pytest.raises(ConfigError, match=message):
-        distil(images, tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"task": "seq2seq-lm"}, "causal-lm"),
         ({"alpha": 1.5}, "less than or equal to 1"),
-        ({"signal": "text"}, "Extra inputs"),
         ({"task": "causal-lm"}, "needs the column messages or prompt or text"),
     ],
 )
@@ -178,23 +149,11 @@ def test_wrong_settings(images, change, message):
         DistillConfig.model_validate({**images, **change})
 
 
-def edit_weights(whose: str, part: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
-    """Change one tensor of teacher or student, or leave it out."""
-
-    def edit(config: dict) -> None:
-        file = Path(config[whose], "model.safetensors")
-        tensors = load_file(file)
-        name = next(name for name in tensors if name.endswith(part))
-        tensors[name] = change(tensors[name])
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, file, {"format": "pt"})
-
-    return edit
-
-
-def large_images(config: dict) -> None:
-    """A teacher of convolutions reads images of any size."""
-    write_rows(Path(config["data"]["path"]), [{"pixels": torch.rand(1, 16, 16).tolist()}] * 20)
+def spoil_teacher(config: dict) -> None:
+    file = Path(config["teacher"], "model.safetensors")
+    tensors = load_file(file)
+    tensors["classifier.1.bias"] *= float("nan")
+    save_file(tensors, file, {"format": "pt"})
 
 
 def several_classes(config: dict) -> None:
@@ -207,21 +166,14 @@ def one_model(config: dict) -> None:
     config["teacher"] = f"{config['student']}/."
 
 
-NORM = "layernorm_before.weight"
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (large_images, r"more\.jsonl: .*base cannot read its samples: Input"),
         (several_classes, "the teacher .* problem_type: multi_label_classification"),
         (one_model, "is the student, who would learn nothing from it"),
-        (edit_weights("teacher", "classifier.1.bias", lambda bias: bias * float("nan")),
-         "teacher answers NaN or Inf to a sample of data"),
-        (edit_weights("student", NORM, lambda weight: None), "lacks 1 param.*before.weight"),
-        (edit_weights("student", NORM, lambda weight: weight[1:].clone()), "before.weight"),
+        (spoil_teacher, "teacher answers NaN or Inf to a sample of data"),
     ],
-)  # fmt: skip
+)
 def test_models_that_do_not_go_together(tmp_path, change, message):
     _, config = image_distillation(tmp_path)
     change(config)

@@ -118,12 +118,11 @@ def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
     torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad", [0, 5])
-def test_a_padded_batch_is_classified_like_each_alone(words, pad):
+def test_a_padded_batch_is_classified_like_each_alone(words):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=40, num_attention_heads=4, num_labels=3, pad_token_id=pad, **shape
+        vocab_size=40, num_attention_heads=4, num_labels=3, pad_token_id=5, **shape
     )
     model, kind = (
         LlamaForSequenceClassification(config).eval(),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from families import (
     log_of,
     logits_by_hand,
     merge_of,
-    mixtral_family,
     parsed,
     rehearsed_family,
     resnet_family,
@@ -36,19 +34,13 @@ from mergekit_ace.naming import ConfigError, is_running_statistic
 from mergekit_ace.training import train as train_module
 from mergekit_ace.training.family import load_family
 from mergekit_ace.training.models import claim_models
-from mergekit_ace.training.results import Score
 from mergekit_ace.training.state import TrainingRun
 from mergekit_ace.training.tasks import model_kind
-from mergekit_ace.training.train import Objective
+from mergekit_ace.training.train import Objective, Score
 
 
 def losses_of(out: Path) -> list[float]:
     return [line["validation_loss"] for line in log_of(out) if "validation_loss" in line]
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    files = sorted(folder.rglob("*.safetensors"))
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +50,9 @@ def llama(tmp_path_factory) -> dict:
 
 def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     source, out = Path(llama["base_model"]).parent, tmp_path / "out"
-    before = hashes(source)
+    before = {path: path.read_bytes() for path in source.rglob("*.safetensors")}
     file = train({**llama, "labels": "hard"}, out)
-    assert hashes(source) == before, "base and experts are frozen"
+    assert all(path.read_bytes() == old for path, old in before.items()), "they are frozen"
     assert file.coefficients.std() > 0
     again = CoefficientFile.load(out / "coefficients.safetensors")
     assert torch.equal(again.coefficients, file.coefficients)
@@ -95,69 +87,30 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     assert score["accuracy"] == pytest.approx(shares)
 
 
-def test_packed_experts(tmp_path, mergekit_yaml):
-    """One parameter in memory, several tensors on disk; what is excluded stays the base's."""
-    config, out = changed(mixtral_family(tmp_path), max_steps=1), tmp_path / "out"
-    file = train({**config, "exclude": ["gate_up_proj"]}, out)
-    assert sum(len(tensor.stored) > 1 for tensor in file.contents.tensors) == 2
-    generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
-    file.coefficients = torch.rand(file.coefficients.shape, generator=generator)
-    file.save(out / "coefficients.safetensors")
-    paths = [config["base_model"], *(expert["model"] for expert in config["models"])]
-    base, *experts = (parameters(path) for path in paths)
-    merged = parameters(mergekit_yaml(merge_of(out)))
-    assert merged.keys() == base.keys()
-    for column, tensor in enumerate(file.contents.tensors):
-        start, *versions = (state[tensor.name].double() for state in (base, *experts))
-        pairs = zip(file.coefficients[:, column].tolist(), versions, strict=True)
-        expected = start + sum(value * (version - start) for value, version in pairs)
-        got = merged.pop(tensor.name).double()
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    assert len(merged) == 2
-    assert all(torch.equal(left, base[name]) for name, left in merged.items())
-
-
-def parameters(folder: str | Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
-    return dict(model.named_parameters())
-
-
 def test_the_base_answers_the_rehearsal(tmp_path):
-    config, out = rehearsed_family(tmp_path), tmp_path / "out"
-    file = train(config, out)
-    assert len(file.coefficients) == 2, "the base is no expert"
-    header, _, samples, *_ = (out / "scores.md").read_text().splitlines()
-    assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
-    assert samples == "| samples | 4 | 2 | 2 | 2 |  |"
-    scores = file.contents.scores
-    own = scores["each expert on its own"]["rehearsal"]
-    assert 0 <= own < 1
-    assert scores["base model"]["rehearsal"] == pytest.approx(own)
-    assert all(len(score["accuracy"]) == 2 for score in scores.values())
-    assert 0 <= log_of(out)[-1]["validation_rehearsal"] <= 1
-    base = AutoModelForCausalLM.from_pretrained(config["base_model"]).eval()
-    samples = [sample for split in answered(out, 2).values() for sample in split]
-    assert len(samples) == 20
-    for sample in samples:
-        assert torch.equal(sample["hard"], logits_by_hand(base, sample).argmax(-1))
-
-
-def test_the_rehearsal_s_part_of_the_loss(tmp_path):
-    """The first losses in training and validation are means over experts and base, in which the
-    base counts w times all experts; so for two w, and without the base, they lie on one line in
-    w / (1 + w)."""
+    """Losses are means over experts and base, in which the base counts w times all experts; so for
+    two w, and without the base, they lie on one line in w / (1 + w)."""
     rehearsed = changed(rehearsed_family(tmp_path), max_steps=1, batch_size=16)
     alone = {name: value for name, value in rehearsed.items() if name != "rehearsal"}
-    weighted = [changed(rehearsed, rehearsal_weight=weight) for weight in (1.0, 3.0)]
-    losses = []
-    for number, config in enumerate((alone, *weighted)):
-        train(config, tmp_path / str(number))
-        start, step, *_ = log_of(tmp_path / str(number))
-        losses.append((start["validation_loss"], step["loss"]))
+    configs = (alone, rehearsed, changed(rehearsed, rehearsal_weight=3.0))
+    files = [train(config, tmp_path / str(n)) for n, config in enumerate(configs)]
+    logs = [log_of(tmp_path / str(n)) for n in range(3)]
+    losses = [(start["validation_loss"], step["loss"]) for start, step, *_ in logs]
     for of_experts, even, more in zip(*losses, strict=True):
         of_base = 2 * even - of_experts
         assert abs(of_base - of_experts) > 0.01
         assert more == pytest.approx((of_experts + 3 * of_base) / 4, rel=1e-4)
+    assert len(files[1].coefficients) == 2, "the base is no expert"
+    header, _, samples, *_ = (tmp_path / "1" / "scores.md").read_text().splitlines()
+    assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
+    assert samples == "| samples | 4 | 2 | 2 | 2 |  |"
+    scores = files[1].contents.scores
+    own = scores["each expert on its own"]["rehearsal"]
+    assert scores["base model"]["rehearsal"] == pytest.approx(own)
+    assert 0 <= logs[1][-1]["validation_rehearsal"] <= 1
+    base = AutoModelForCausalLM.from_pretrained(rehearsed["base_model"]).eval()
+    for sample in answered(tmp_path / "1", 2)["test"]:
+        assert torch.equal(sample["hard"], logits_by_hand(base, sample).argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +122,8 @@ def test_the_rehearsal_s_part_of_the_loss(tmp_path):
     ],
 )
 def test_coefficients_in_common(llama, tmp_path, granularity, kind, partner, count):
-    learner = {"hidden": 8, "input": kind}
-    config = {**llama, "granularity": granularity, "learner": learner}
-    file = train(changed(config, evaluate_every=1, epochs=4, learning_rate=0.03), tmp_path / "out")
+    config = {**llama, "granularity": granularity, "learner": {"hidden": 8, "input": kind}}
+    file = train(changed(config, learning_rate=0.03), tmp_path / "out")
     for name, column in file.columns.items():
         other = file.columns[partner(name)]
         assert torch.equal(file.coefficients[:, column], file.coefficients[:, other])
@@ -208,46 +160,33 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
 
     monkeypatch.setattr(Objective, "score", scripted)
     results = []
-    for steps in (5, 2, 3):
+    for steps in (5, 2):
         seen.clear()
         config = changed(llama, evaluate_every=1, epochs=2, max_steps=steps)
         results.append(train(config, tmp_path / str(steps)).coefficients)
     assert losses_of(tmp_path / "5") == losses
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[2], results[1])
+    assert torch.equal(*results)
     seen.clear()
     train(changed(llama, evaluate_every=1, epochs=50, patience=2), tmp_path / "patient")
     assert losses_of(tmp_path / "patient") == losses[:5], "two without improvement"
-    monkeypatch.setattr(Objective, "score", lambda *_: Score(float("nan"), (0.5, 0.5)))
-    with pytest.raises(ConfigError, match="NaN or Inf in every evaluation; lower"):
-        train(changed(llama, max_steps=1), tmp_path / "nothing")
 
 
-def test_a_loss_that_is_no_number_names_the_task_and_keeps_the_best(llama, tmp_path, monkeypatch):
-    original, calls = train_module.summed_loss, [0]
-
-    def breaking(logits, *labels):
-        calls[0] += 1
-        loss = original(logits, *labels)
-        return loss * float("nan") if calls[0] > 14 and logits.requires_grad else loss
-
-    config = changed(llama, epochs=4, checkpoint_every=1000)
-    message = r"data of task\d became nan in step \d+; the best so far"
+def test_a_loss_that_is_no_number_names_the_task(llama, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "summed_loss", breaking)
-        with pytest.raises(ConfigError, match=message):
-            train(config, tmp_path / "out")
-    train(config, tmp_path / "out")  # it goes on
+        patch.setattr(train_module, "summed_loss", lambda logits, *_: logits.sum() * float("nan"))
+        patch.setattr(Objective, "score", lambda *_: Score(1.0, (0.5, 0.5)))
+        with pytest.raises(ConfigError, match=r"data of task0 became nan in step 0; lower"):
+            train(llama, tmp_path / "out")
+    train(llama, tmp_path / "out")  # it goes on
 
 
-@pytest.mark.parametrize(("activation", "start"), [("identity", 0.3), ("softmax", 0.5)])
-def test_a_penalty_keeps_coefficients_where_they_start(llama, tmp_path, activation, start):
-    config = {**llama, "learner": {"input": "direct", "activation": activation}}
+def test_a_penalty_keeps_coefficients_where_they_start(llama, tmp_path):
+    config = {**llama, "learner": {"input": "direct", "activation": "softmax"}}
     away = []
     for penalty in (0.0, 1e4):
         penalised = changed(config, epochs=3, learning_rate=0.02, penalty=penalty)
         file = train(penalised, tmp_path / f"out{penalty}")
-        away.append(float((file.coefficients - start).abs().mean()))
+        away.append(float((file.coefficients - 0.5).abs().mean()))
     assert 0 < 2 * away[1] < away[0]
 
 
@@ -331,11 +270,8 @@ def first_gradient(config: dict, folder: Path) -> torch.Tensor:
 @pytest.mark.usefixtures("no_accelerator")
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path):
     exact = first_gradient(llama, tmp_path / "exact")
-    for number, (settings, bar) in enumerate((
-        ({"mixed_precision": "bf16"}, 0.05),
-        ({"dtype": "bfloat16"}, 0.05),
-    )):  # fmt: skip
+    for number, settings in enumerate(({"mixed_precision": "bf16"}, {"dtype": "bfloat16"})):
         rough = first_gradient({**llama, **settings}, tmp_path / str(number))
-        assert (rough - exact).norm() <= bar * exact.norm(), settings
+        assert (rough - exact).norm() <= 0.05 * exact.norm(), settings
     whole = first_gradient({**llama, "granularity": "task"}, tmp_path / "task")
     torch.testing.assert_close(whole, exact.sum(1, keepdim=True), msg="it adds up over tensors")

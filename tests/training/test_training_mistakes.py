@@ -33,6 +33,7 @@ from mergekit_ace.cli import main
 from mergekit_ace.training import family as family_module
 
 LONG = " ".join(f"w{n % 36}" for n in range(60))
+Change = Callable[[Path], None]
 
 
 @pytest.fixture
@@ -71,9 +72,6 @@ def with_rows(config: dict, folder: Path, rows: list[dict], **columns) -> dict:
     for expert in config["models"]:
         expert["data"] = {"path": path, **columns}
     return config
-
-
-Change = Callable[[Path], None]
 
 
 def with_model(config: dict, folder: Path, change: Change, whose: str = "expert0") -> dict:
@@ -136,23 +134,18 @@ def other_words(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+INTEGERS, NAN = retyped(torch.int8, 1000), retyped(torch.float32, float("nan"))
 MANY = edit_config(problem_type="multi_label_classification")
-DEEP, FLAT = another_llama(num_hidden_layers=3), another_llama(num_hidden_layers=1)
+DEEP, NARROW = another_llama(num_hidden_layers=3), another_llama(intermediate_size=64)
 MODELS = [
-    (
-        "llama",
-        "base",
-        retyped(torch.int8, 1000),
-        r"up_proj.weight of model .* stored as torch.int8",
-    ),
-    ("llama", "expert1", retyped(torch.int8, 1000), r"up_proj.weight of model .* stored as"),
-    ("llama", "expert1", retyped(torch.float32, float("nan")), r"model .* contains NaN or Inf"),
+    ("llama", "base", INTEGERS, r"up_proj.weight of model .* stored as torch.int8"),
+    ("llama", "base", NAN, "the base contains NaN or Inf"),
+    ("llama", "expert1", NAN, r"expert .*expert1 answers NaN or Inf .* leave it out"),
     ("llama", "base", edit_config(quantization_config={"quant_method": "gptq"}), "is quantised"),
-    ("llama", "expert0", edit_config(intermediate_size=64), r"mlp.* of shape .* in the base"),
+    ("llama", "expert0", NARROW, r"differ in model.layers.0.mlp.* against .* fine-tuned from"),
+    ("llama", "expert0", DEEP, r"differ in model.layers.2.* against missing"),
+    ("llama", "expert0", untied, r"differ in lm_head.weight: missing .* same tie_word_embeddings"),
     ("llama", "expert1", other_words, r"tokenizer of .*expert1 is not that of .*base"),
-    ("llama", "expert0", DEEP, r"has 9 parameters that the base model lacks, such as model.layers"),
-    ("llama", "expert0", FLAT, "has no parameter model.layers.1"),
-    ("llama", "expert0", untied, "has tie_word_embeddings: True in its config, and the base"),
     ("llama", "expert0", without("up_proj"), "lacks 2 parameters that task: causal-lm needs"),
     ("bert", "expert0", without("classifier"), r"lacks 2 parameters .* such as classifier"),
     ("bert", "expert0", MANY, r"problem_type: multi_label.*leave it out"),
@@ -164,7 +157,6 @@ MODELS = [
 def test_models_that_cannot_be_merged(families, tmp_path, train, family, whose, change, message):
     text = train(with_model(families[family], tmp_path, change, whose), fails=True)
     assert re.search(message, text)
-    assert whose in text
 
 
 def test_models_that_are_the_same(train, llama):
@@ -181,7 +173,7 @@ def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
 ):
     config = copy.deepcopy(llama)
     if what == "expert1":
-        config = with_model(config, tmp_path, another_llama(intermediate_size=64), what)
+        config = with_model(config, tmp_path, NARROW, what)
     else:
         config["models"][1]["data"]["text"] = "body"
     monkeypatch.delattr(family_module, "answer_data")
@@ -192,38 +184,19 @@ def t5(folder: Path) -> dict:
     return t5_family(folder, "a")
 
 
-QUESTION = {"prompt": "q", "max_new_tokens": 60}
-ANSWERED = {"prompt": "q", "completion": "a"}
+QUESTION, ANSWERED = {"prompt": "q", "max_new_tokens": 60}, {"prompt": "q", "completion": "a"}
 LABELLED = {"text": "t", "label": "l"}
 NOTHING = "no train sample has anything to predict within max_length: "
-NOTHING_CUT = r"\A(?![\s\S]*max_length)"
-TOKENS = 32  # that fill the positions
 LENGTHS = [  # of samples, and what is said of them
-    (
-        gpt2_family,
-        lambda n: {"t": f"w{n} {LONG}"},
-        {"text": "t"},
-        "16 of 16 train .* max_length: 32",
-    ),
+    (gpt2_family, lambda n: {"t": f"w{n} {LONG}"}, {"text": "t"}, "16 of 16 train .*_length: 32"),
     (bert_family, lambda n: {"t": f"w{n} {LONG}", "l": 1}, LABELLED, "16 of 16 .*: 32, where"),
-    (
-        llama_family,
-        lambda n: {"q": f"w{n} w1 w1 w1 w1 w1 w1 w1", "a": " ".join(["w2"] * (1 + n))},
-        {**ANSWERED, "max_length": 12},
-        r"\d+ of 16 train samples exceed max_length: 12,",
-    ),
-    (
-        t5,
-        lambda n: {"q": f"w{n}", "a": LONG if n % 2 else "w1"},
-        {**ANSWERED, "max_length": 10},
-        r"\d+ of 16 train samples exceed max_length: 10, where they",
-    ),
-    (gpt2_family, lambda n: {"t": " ".join([f"w{n}"] * TOKENS)}, {"text": "t"}, NOTHING_CUT),
+    (t5, lambda n: {"q": f"w{n}", "a": LONG if n % 2 else "w1"}, {**ANSWERED, "max_length": 10},
+     r"\d+ of 16 train samples fill max_length: 10, where longer"),
     # the written answers end where the positions do, and texts without tokens are left out
     (gpt2_family, lambda n: {"q": f"w{n} {'w1 ' * 20}"}, QUESTION, ""),
     (bert_family, lambda n: {"t": f"w{n} w2" if n else "", "l": 0}, LABELLED, ""),
     (gpt2_family, lambda n: {"q": f"w{n} {LONG}"}, QUESTION, NOTHING + "32"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "row", "columns", "message"), LENGTHS)
@@ -243,33 +216,12 @@ TEMPLATE = (
 )
 ROWS = [  # a column of each, and what is said of it
     ("bert", "label", 7, r"has the label 7, but its expert knows .* 0 to 1"),
-    ("bert", "label", 0.5, r"column x holds 0\.5; labels are the numbers of the classes"),
     ("bert", "label", "cat", "column x holds 'cat'; labels are the numbers of the classes"),
-    ("bert", "label", True, "column x holds True; labels are the numbers of the classes"),
-    ("vit", "image", torch.rand(1, 16, 16).tolist(), r"cannot read its samples: Input image size"),
-    ("vit", "image", torch.rand(8, 8).tolist(), "cannot read its samples"),
+    ("vit", "image", torch.rand(1, 16, 16).tolist(), "Input image size"),
     ("vit", "image", "a/cat.png", "column x holds 'a/cat.png', which no model reads"),
-    ("vit", "image", [[[0.0, 1.0], [1.0]]], "cannot read its samples: expected sequence"),
-    (
-        "llama",
-        "messages",
-        lambda n: [said(n), {"from": "human"}],
-        "instead of messages with",
-    ),
-    (
-        "llama",
-        "messages",
-        lambda n: [said(n), {"role": "assistant"}],
-        "instead of messages with",
-    ),
-    (
-        "llama",
-        "messages",
-        lambda n: [said(n), said(n, "Assistant")],
-        "instead of messages with",
-    ),
+    ("llama", "messages", lambda n: [said(n), {"from": "human"}], "instead of messages with"),
+    ("llama", "messages", lambda n: [said(n), said(n, "Assistant")], "instead of messages with"),
     ("llama", "messages", lambda n: f"w{n}", r"holds 'w\d+' instead of messages"),
-    ("llama", "messages", lambda n: [said(n)] * (n % 20 > 9), r"holds \[\] instead of messages"),
     ("llama", "messages", lambda n: [said(n), said(n)], "column x: .*: roles must alternate"),
 ]
 
@@ -287,9 +239,7 @@ def test_rows_that_cannot_be_read(tmp_path, train, families, family, purpose, va
     config = with_rows(families[family], tmp_path, rows, **columns)
     if family == "llama":
         config = with_model(config, tmp_path, chatting, "base")
-    text = train(config, fails=True)
-    assert re.search(message, text)
-    assert "rows.jsonl" in text
+    assert re.search(message, train(config, fails=True))
 
 
 def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
