@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from mergekit.common import ModelReference
@@ -53,27 +53,15 @@ class Teacher:
 
 @dataclass
 class Family:
-    """The base model with its experts, mapped from disk, and their labelled data.
-
-    Attributes:
-        module: the model that the merge is written into; holds the base at first.
-        on_disk: the base's tensors, by their names on disk.
-        stored: names on disk of the L merged parameters, by their names in memory, input first.
-        teachers: the experts, and last the base if there is a rehearsal, with their data.
-    """
+    """The base model with its experts, mapped from disk, and their labelled data."""
 
     models: Models
-    module: PreTrainedModel
-    on_disk: Weights
-    stored: Mapping[str, tuple[str, ...]]
+    module: PreTrainedModel  # that the merge is written into; holds the base at first
+    on_disk: Weights  # of the base, by their names on disk
+    stored: Mapping[str, tuple[str, ...]]  # names on disk of the L merged parameters, input first
     base: Weights
     experts: list[Weights]
-    teachers: list[Teacher]
-
-    @property
-    def backbone(self) -> Any:
-        """The part of a classifier that is merged."""
-        return self.module.base_model
+    teachers: list[Teacher]  # the experts, and last the base if there is a rehearsal
 
     @cached_property
     def groups(self) -> Tensor:
@@ -109,10 +97,7 @@ class Family:
         ]
 
     def _split(self, name: str) -> list[Tensor]:
-        """Return the components of one parameter, in the layout that mergekit will merge it in.
-
-        What is packed from several tensors on disk has the layout of its name in memory.
-        """
+        """Return the components of one parameter, in the layout that mergekit will merge it in."""
         config, device = self.models.config, self.models.run.accelerator.device
         assert config.options is not None
         base, *experts = (weights[name].to(device) for weights in (self.base, *self.experts))
@@ -220,12 +205,8 @@ class MergedModel:
     The merge θ_0 + Σ_k λ_k s_k Δ_k is linear in the coefficients, so for any loss
     ∂L/∂λ_k^l = s_k^l ⟨∂L/∂θ^l, Δ_k^l⟩. s_k is 0 where an expert is the base, maybe in another
     precision, else 1. As soon as a parameter's gradient is ready, its inner products with all Δ_k,
-    formed in blocks from the mapped weights, are taken, and it is freed: beyond the model and its
-    activations there is one gradient in memory.
-
-    Attributes:
-        module: the model; only the L merged parameters, `names`, require gradients.
-        products: (K, L), float64: ∂L/∂λ, summed over backward passes; set it to 0 before.
+    formed in blocks from the mapped weights, are added to `products`, (K, L), and it is freed:
+    beyond the model and its activations there is one gradient in memory.
     """
 
     def __init__(

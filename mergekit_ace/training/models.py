@@ -211,9 +211,8 @@ def load_skeleton(folder: str, kind: ModelKind, config: Any) -> PreTrainedModel:
 
 
 def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
-    """Load the tokenizer of the first folder that has one, which all others must share.
+    """Load the tokenizer that all folders share, with the first chat template of any of them.
 
-    If it lacks a chat template, as that of a base often does, it gets the first one of the others.
     For images it is the image processor of the first folder that has one, or None.
     """
 
@@ -285,8 +284,7 @@ def map_weights(
 ) -> dict[str, Tensor]:
     """Map parameters of a model from the files it was loaded from, or from a converted copy.
 
-    transformers stores some models under other names, or packed otherwise, than it holds them in
-    memory. So the files are used only if every parameter is in them, equal to the one in memory.
+    The files are used only if every parameter is in them, equal to the one in memory.
     """
     parameters = {name: model.get_parameter(name).detach() for name in names}
     stored, mapped = map_folder(folder), {}
@@ -374,21 +372,14 @@ def save_backbone(model: PreTrainedModel, folder: Path) -> None:
 
 
 def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
-    """Give a model the mean of the experts' BatchNorm statistics, as `ace` merges them.
-
-    They do not depend on coefficients. To measure them anew for every merge would cost a pass over
-    the data, and coefficients learned with such statistics are worse.
-    """
+    """Give a model the mean of the experts' BatchNorm statistics, as `ace` merges them."""
     for name, buffer in model.named_buffers():
         if is_running_statistic(name):
             buffer.copy_(torch.stack([expert[name].float() for expert in experts]).mean(0))
 
 
 def write_statistics_of_batches(model: nn.Module, folders: Sequence[Path]) -> None:
-    """Give checkpoints the BatchNorm statistics and counters of a model with the same names.
-
-    What all of them have in common is in every merge of them, by whatever method.
-    """
+    """Give checkpoints the BatchNorm statistics and counters of a model, which all merges keep."""
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
     for path in (path for folder in folders if known for path in weight_files(folder)):

@@ -37,8 +37,7 @@ _FOLDERS = ("state", "backbones", "texts", "experts")
 class TrainingRun:
     """Output folder of a command that runs models, and this process among those that work on it.
 
-    `state` is its subfolder for what is only needed until the run is complete. The main process
-    writes what all of them share; the others are `quiet`.
+    `state` is its subfolder for what is only needed until the run is complete.
     """
 
     def __init__(

@@ -375,8 +375,7 @@ def write_own_texts(
 ) -> DataConfig:
     """Let a language model write texts into a `.jsonl`, once; return that as data.
 
-    A text has `OWN_LENGTH` tokens, or as many as the model can read, of the model's own
-    distribution: nothing is cut off from it, and a text goes on after an end token.
+    A text has `OWN_LENGTH` tokens, or as many as the model can read, of its whole distribution.
     """
     from transformers import GenerationConfig
 

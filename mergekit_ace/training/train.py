@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace train`: from statistics to coefficients λ to a merge to its loss, and back.
-
-In each step of `train_learner` the learner predicts λ, `Objective` writes the merge for it and
-returns ∂L/∂λ, and Adam carries that back through the learner.
-"""
+"""`mergekit-ace train`: from statistics to coefficients λ to a merge to its loss, and back."""
 
 from __future__ import annotations
 
@@ -74,7 +70,11 @@ def run_training(
 def train_learner(
     objective: Objective, statistics: Tensor, depths: Tensor
 ) -> tuple[Learner, list[dict[str, Any]]]:
-    """Train a learner, or go on with one; return it as it was at its best evaluation, and a log."""
+    """Train a learner, or go on with one; return it as it was at its best evaluation, and a log.
+
+    In each step the learner predicts λ, `Objective` writes the merge for it and returns ∂L/∂λ, and
+    Adam carries that back through the learner.
+    """
     config, settings = objective.config, objective.config.training
     torch.manual_seed(settings.seed)
     learner = Learner(config.learner, *statistics.shape[:2])
@@ -285,19 +285,15 @@ def coefficient_file(
 
 
 def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Return the names of every merged parameter on disk, and those that keep the base's values.
-
-    Of classifiers, those of backbones are among them. Of other models mergekit may know what keeps
-    the base's values by its name in memory.
-    """
+    """Return the names of every merged parameter on disk, and those that keep the base's values."""
     module, stored = family.module, dict(family.stored)
     frozen = set(family.on_disk)
-    if family.models.kind.has_heads:
+    if family.models.kind.has_heads:  # names in backbones, too
         prefix = f"{module.base_model_prefix}."
         for name, names in stored.items():
             stored[name] = tuple(sorted({*names, name.removeprefix(prefix)}))
-        frozen |= set(family.backbone.state_dict())
-    else:
+        frozen |= set(module.base_model.state_dict())
+    else:  # which mergekit may know by their names in memory
         merged = {id(module.get_parameter(name)) for name in stored}
         everything = module.named_parameters(remove_duplicate=False)
         frozen |= {name for name, parameter in everything if id(parameter) not in merged}
@@ -311,7 +307,7 @@ def write_results(file: CoefficientFile, family: Family, log: Sequence[Mapping[s
     write_text(run.path / "scores.md", table + "\n")
     write_text(run.path / "training.jsonl", "".join(json.dumps(line) + "\n" for line in log))
     if family.models.kind.has_heads:
-        write_statistics_of_batches(family.backbone, family.models.backbones)
+        write_statistics_of_batches(family.module.base_model, family.models.backbones)
     path = run.path / "coefficients.safetensors"
     method = "task vectors" if config.options is None else config.basis
     note = f"# {method} with learned coefficients: mergekit-yaml THIS_FILE OUTPUT_FOLDER"
@@ -368,10 +364,7 @@ def merge_config(family: Family, file: CoefficientFile, path: Path) -> dict[str,
 
 
 def _models_to_merge(family: Family) -> list[Any]:
-    """Return base and experts; as backbones where they are classifiers.
-
-    Backbones have fewer tensors than a whole model, so mergekit is told to take what it finds.
-    """
+    """Return base and experts; of classifiers backbones, of which mergekit takes what it finds."""
     config = family.models.config
     if not family.models.kind.has_heads:
         named = (config.base_model, *(expert.model for expert in config.models))
