@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
+_TIED = "tie_word_embeddings"  # of a config
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
@@ -84,17 +85,18 @@ class Models:
                     f"exclude: {part!r} is part of no name of a parameter that is merged; there "
                     f"are, for example, {', '.join(known[:3])}"
                 )
-        names = [name for name in known if not any(part in name for part in exclude)]
-        if not names:
-            raise ConfigError(f"`exclude` leaves nothing to merge: {', '.join(exclude)}")
-        return names
+        return [name for name in known if not any(part in name for part in exclude)]
 
     def check_experts(self, base: PreTrainedModel) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
 
         def shapes(model: PreTrainedModel) -> dict[str, Any]:
-            parameters, heads = model.named_parameters(), head_prefixes(model, self.kind)
-            return {n: tuple(p.shape) for n, p in parameters if not n.startswith(heads)}
+            config, heads = model.config.get_text_config(), head_prefixes(model, self.kind)
+            found: dict[str, Any] = {} if heads else {_TIED: getattr(config, _TIED, False)}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if not name.startswith(heads):
+                    found[name] = tuple(parameter.shape)
+            return found
 
         expected, exclude = shapes(base), self.config.exclude
         for member, folder in zip(self.config.models, self.experts, strict=True):
@@ -106,7 +108,7 @@ class Models:
                     raise ConfigError(
                         f"expert {member.model} and the base model differ in {name}: {pair[0]} "
                         f"against {pair[1]}; experts must be fine-tuned from the base model, and "
-                        "saved as it is (with the same tie_word_embeddings)"
+                        "saved as it is"
                     )
             if self.kind.has_heads:
                 check_classes(expert.config, f"expert {member.model}")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace statistics`: what samples tell of every expert, one model in memory at a time.
-
-Samples pass one by one, so that there is no padding to leave out.
-"""
+"""`mergekit-ace statistics`: what samples tell of every expert, one model in memory at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +71,9 @@ def measure_statistics(
         files = [{k: _file(run, row, k) for k in config.measure} for row in range(count)]
         if index.exists() and all(file.exists() for own in files for file in own.values()):
             return index  # this very run, complete
-        models.check_experts(load_skeleton(models.base, models.kind, config))
+        base = load_skeleton(models.base, models.kind, config)
+        models.merged_names(base)  # says what is wrong with `exclude`
+        models.check_experts(base)
         for _, data in config.sources:  # mistakes in it show before the first model reads
             read_rows(data, config.training.seed)
         tensors = plan_measurements(models, config.measure)
@@ -172,6 +171,7 @@ def _sum(
     model, inputs = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
     for device in dict.fromkeys((model.device, torch.device("cpu"))):
         bar = tqdm(samples, kind, unit="sample", disable=models.run.quiet)
+        # One by one: there is no padding to leave out.
         given = model, ([sample] for sample in bar), reader.logits, device
         with suppress(*[torch.OutOfMemoryError] * (device.type != "cpu")):
             if kind == "covariances":

@@ -23,7 +23,7 @@ WORDS = {
     "README.md": 1500,
     "mergekit_ace/algebra/README.md": 1600,
     "mergekit_ace/methods/README.md": 2000,
-    "examples/training/README.md": 1900,
+    "examples/training/README.md": 1480,
 }
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

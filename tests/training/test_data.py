@@ -89,7 +89,7 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
         ("d.jsonl", ROWS, {"test_split": "test"}, r"split test\) is one split; leave out"),
         ("d.jsonl", None, {}, "there is no data file"),
         ("d.jsonl", '{"text": ', {}, r"d\.jsonl .* cannot be read: .*JSON"),
-        ("d.pkl", "", {}, r"d\.pkl is of no kind that can be read: \.jsonl"),
+        ("d.pkl", "", {}, r"d\.pkl .* is of no kind that can be read: \.jsonl"),
     ],
 )
 def test_data_that_cannot_be_used(tmp_path, name, content, settings, message):
