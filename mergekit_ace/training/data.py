@@ -128,19 +128,21 @@ class SampleReader:
         Where rows lack answers, `size` of them are written at once; these samples come last.
         """
         data, kind, limit = self.data, self.kind, self.data.max_length
+        longer = data.model_copy(update={"max_length": limit + 1})
         encoded = [kind.encode(dict(row), data, self.processor) for row in rows]
+        full = [row for row, one in zip(rows, encoded, strict=True) if _length(one) == limit]
+        cut = sum(_length(kind.encode(dict(row), longer, self.processor)) > limit for row in full)
         samples = [sample for sample in encoded if sample is not None]
         if not samples:
             raise ConfigError(
                 f"data {data.path}: no {split} sample has anything to predict within max_length: "
                 f"{limit}"
             )
-        lengths = [max(len(s.get(n, ())) for n in ("input_ids", "target_ids")) for s in samples]
-        full, lost = sum(length >= limit for length in lengths), len(rows) - len(samples)
-        if full or lost:
+        lost = len(rows) - len(samples)
+        if cut or lost:
             LOG.warning(
-                "data %s: %d of %d %s samples fill max_length: %d, where longer texts are cut; %d "
-                "have nothing to predict within it", data.path, full, len(rows), split, limit, lost,
+                "data %s: %d of %d %s samples exceed max_length: %d, where they are cut; %d have "
+                "nothing to predict within it", data.path, cut, len(rows), split, limit, lost,
             )  # fmt: skip
         if "input_ids" in samples[0]:
             known = len(self.model.get_input_embeddings().weight)
@@ -166,6 +168,10 @@ class SampleReader:
                 "out"
             )
         return logits
+
+
+def _length(sample: Example | None) -> int:
+    return max(len((sample or {}).get(name, ())) for name in ("input_ids", "target_ids"))
 
 
 def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known: int) -> None:

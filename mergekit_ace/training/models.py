@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,20 +344,6 @@ def stored_names(
     return {name: tuple(sorted(own)) for name, own in found.items()}
 
 
-def rewrite_tensors(source: Path, target: Path, changed: Callable[[str], Tensor | None]) -> None:
-    """Write a safetensors file, which may be the source, with what `changed` has by name.
-
-    New tensors get the dtype of the old ones.
-    """
-    with open_tensors(source) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata()
-    for name, tensor in tensors.items():
-        new = changed(name)
-        tensors[name] = tensor if new is None else new.to("cpu", tensor.dtype)
-    save_tensors(target, tensors, metadata)
-
-
 def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     """Save a classifier without its head, under the names it has in memory, once.
 
@@ -385,4 +371,8 @@ def write_statistics_of_batches(model: nn.Module, folders: Sequence[Path]) -> No
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
     for path in (path for folder in folders if known for path in weight_files(folder)):
-        rewrite_tensors(path, path, known.get)
+        with open_tensors(path) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        tensors |= {n: known[n].to("cpu", t.dtype) for n, t in tensors.items() if n in known}
+        save_tensors(path, tensors, metadata)

@@ -187,11 +187,13 @@ def t5(folder: Path) -> dict:
 QUESTION, ANSWERED = {"prompt": "q", "max_new_tokens": 60}, {"prompt": "q", "completion": "a"}
 LABELLED = {"text": "t", "label": "l"}
 NOTHING = "no train sample has anything to predict within max_length: "
+NOTHING_CUT = r"\A(?![\s\S]*max_length)"
 LENGTHS = [  # of samples, and what is said of them
     (gpt2_family, lambda n: {"t": f"w{n} {LONG}"}, {"text": "t"}, "16 of 16 train .*_length: 32"),
     (bert_family, lambda n: {"t": f"w{n} {LONG}", "l": 1}, LABELLED, "16 of 16 .*: 32, where"),
+    (gpt2_family, lambda n: {"t": " ".join([f"w{n}"] * 32)}, {"text": "t"}, NOTHING_CUT),
     (t5, lambda n: {"q": f"w{n}", "a": LONG if n % 2 else "w1"}, {**ANSWERED, "max_length": 10},
-     r"\d+ of 16 train samples fill max_length: 10, where longer"),
+     r"\d+ of 16 train samples exceed max_length: 10, where they"),
     # the written answers end where the positions do, and texts without tokens are left out
     (gpt2_family, lambda n: {"q": f"w{n} {'w1 ' * 20}"}, QUESTION, ""),
     (bert_family, lambda n: {"t": f"w{n} w2" if n else "", "l": 0}, LABELLED, ""),
