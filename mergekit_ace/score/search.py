@@ -27,8 +27,7 @@ from mergekit_ace.score.measure import explained_memory, load_scored, sequence_l
 from mergekit_ace.score.results import aligned, show_search
 from mergekit_ace.score.score import Exam, Scoring
 from mergekit_ace.score.space import SearchedMerge
-from mergekit_ace.training.merged import map_weights
-from mergekit_ace.training.models import local_folder
+from mergekit_ace.training.models import local_folder, map_weights
 
 STUDY, LOCK = "study.db", "search.lock"
 FEWEST = 8  # texts, half of which are for the test

@@ -28,8 +28,8 @@ from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
 from mergekit_ace.score.measure import KIND
 from mergekit_ace.score.score import merge_once
-from mergekit_ace.training.merged import MergedModel, Weights, map_weights
-from mergekit_ace.training.models import load_model
+from mergekit_ace.training.family import MergedModel
+from mergekit_ace.training.models import Weights, load_model, map_weights
 
 COMPONENTS = ("ace", "ace_relative")  # methods whose experts have coefficients
 STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
