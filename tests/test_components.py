@@ -59,12 +59,13 @@ def test_components_add_up(rng, kind, layout):
         other, more = family(rng, 12, 16, 4)
         base = torch.stack([base, other])
         experts = [torch.stack(pair) for pair in zip(experts, more, strict=True)]
-    parts = split_tensor(base, experts, kind(epsilon=1e-2, scale=0.5), layout)
+    known = {"scale": 0.5, **({} if kind is PlusOptions else {"epsilon": 1e-2})}
+    parts = split_tensor(base, experts, kind(**known), layout)
     assert len(parts) == (5 if kind is AceOptions else 4)
     if layout != "stacked":
         assert not parts[3].any()
     given = [0.3, 1.0, 2.0, 7.0, -1.0][: len(parts)]
-    wide = kind(epsilon=1e-2, scale=0.5, compute_dtype="float64")
+    wide = kind(**known, compute_dtype="float64")
     merged, _ = merge_tensor(base, experts, None, wide, layout, given)
     expected = base.double() + 0.5 * sum(a * p for a, p in zip(given, parts, strict=True)).double()
     assert task_vector_error(merged, expected, base) <= 1e-4

@@ -7,7 +7,7 @@ Steps 1 to 3 of Algorithm 1 are decided here; `ridge` solves the closed form and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,13 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import merge_plus
+from mergekit_ace.algebra.plus import (
+    LONGEST,
+    ORTHOGONAL_SHARE,
+    STRENGTH,
+    add_orthogonal_sum,
+    merge_two_sided,
+)
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -49,8 +55,8 @@ NOTHING = 1e-10
 CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
-class RidgeOptions(BaseModel):
-    """What may be chosen per tensor of both methods; ``scale`` is ``lambda`` in a config."""
+class PlusOptions(BaseModel):
+    """What may be chosen per tensor of all methods here; ``scale`` is ``lambda`` in a config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
@@ -58,6 +64,19 @@ class RidgeOptions(BaseModel):
     scale: Factor = Field(
         default=1.0, alias="lambda", description="Scale λ; the result is W0 + λ X."
     )
+    compute_dtype: Literal["float32", "float64"] = Field(
+        default="float32", description="The dtype of task vectors, unless the tensors are wider."
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """``compute_dtype`` as torch's."""
+        return torch.float64 if self.compute_dtype == "float64" else torch.float32
+
+
+class RidgeOptions(PlusOptions):
+    """What may be chosen per tensor of `ace` and `ace_relative`."""
+
     epsilon: Ridge | None = Field(
         default=None,
         description="Ridge ε, in all of it added to the sum of the covariances (Eq. 9). By default "
@@ -69,14 +88,6 @@ class RidgeOptions(BaseModel):
         "mean eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the "
         "mean eigenvalue tr(S_t)/i of each estimate.",
     )
-    compute_dtype: Literal["float32", "float64"] = Field(
-        default="float32", description="The dtype of task vectors, unless the tensors are wider."
-    )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """``compute_dtype`` as torch's."""
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
 
     @property
     def ridge(self) -> float:
@@ -141,20 +152,11 @@ class RelativeOptions(RidgeOptions):
     )
 
 
-class PlusOptions(RelativeOptions):
-    """What may be chosen per tensor of `ace_plus`; a config chooses λ alone."""
-
-    table: bool = Field(
-        default=False,
-        description="Whether rows are looked up, also where the head shares them.",
-    )
-
-
 def merge_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
-    options: AceOptions | RelativeOptions | None = None,
+    options: PlusOptions | None = None,
     layout: RelativeLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
@@ -201,33 +203,48 @@ def merge_tensor(
         select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
     )
     fixed = resolve_layout(layout, None, base.ndim)
-    if fixed == "table" and isinstance(options, RelativeOptions):
-        formula = partial(merge_table, options=options, measured=measured)
+    if isinstance(options, AceOptions | RelativeOptions):
+        formula = partial(_closed_form, fixed, options, given[-1], measured)
     else:
-        formula = partial(_merge_changed, options=options, refinement=given[-1], measured=measured)
-    if isinstance(options, PlusOptions):
-        known = {"closed_form": partial(_scaled, formula, options), "measured": measured}
-        looked_up, ridge, scale = options.table or fixed == "table", options.ridge, options.scale
-        formula = partial(merge_plus, epsilon=ridge, scale=scale, table=looked_up, **known)
+        formula = partial(_merge_plus, fixed, options, measured)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
-def _scaled(
-    formula: Callable[..., tuple[Tensor, MatrixRecord]],
-    options: PlusOptions,
+def _closed_form(
+    layout: FixedLayout,
+    options: AceOptions | RelativeOptions,
+    refinement: float,
+    measured: MeasuredInputs | None,
     base: Tensor,
     active: ActiveExperts,
-    scale: float,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix by the regression on inputs alone, at another λ."""
-    return formula(base, active, options=options.model_copy(update={"scale": scale}))
+    if layout == "table" and isinstance(options, RelativeOptions):
+        return merge_table(base, active, options, measured)
+    return _merge_changed(base, active, options, refinement, measured)
+
+
+def _merge_plus(
+    layout: FixedLayout,
+    options: PlusOptions,
+    measured: MeasuredInputs | None,
+    base: Tensor,
+    active: ActiveExperts,
+) -> tuple[Tensor, MatrixRecord]:
+    """Merge one matrix by `ace_plus`: a table or a long one by sums of two merges."""
+    if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
+        return merge_two_sided(base, active, RelativeOptions().ridge, options.scale, measured)
+    scale = STRENGTH * (1 - ORTHOGONAL_SHARE) * options.scale
+    relative = RelativeOptions(scale=scale, compute_dtype=options.compute_dtype)
+    merged, record = _closed_form(layout, relative, 1.0, measured, base, active)
+    scale = STRENGTH * ORTHOGONAL_SHARE * options.scale
+    return add_orthogonal_sum(merged, base, active, scale), replace(record, rule="ace_plus")
 
 
 def merge_matrix(
     base: Tensor,
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
-    options: AceOptions | RelativeOptions | None = None,
+    options: PlusOptions | None = None,
     coefficients: Sequence[float] | None = None,
     *,
     measured: MeasuredInputs | None = None,
@@ -365,7 +382,7 @@ def merge_table(
 def split_tensor(
     base: Tensor,
     experts: Sequence[Tensor],
-    options: AceOptions | RelativeOptions,
+    options: PlusOptions,
     layout: FixedLayout,
     weights: Sequence[float] | None = None,
 ) -> list[Tensor]:

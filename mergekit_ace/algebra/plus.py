@@ -12,8 +12,7 @@ with 1/w_t = tr(G_t D_t K_t D_tᵀ): experts compromise only where they share in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -49,15 +48,12 @@ ORTHOGONAL_SHARE = 0.28
 LONGEST = 8
 
 
-def merge_plus(
+def merge_two_sided(
     base: Tensor,
     active: ActiveExperts,
     epsilon: float,
     scale: float,
-    closed_form: Callable[[Tensor, ActiveExperts, float], tuple[Tensor, MatrixRecord]],
     measured: MeasuredInputs | None = None,
-    *,
-    table: bool = False,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix, (o, i): W0 + λ X, and the record.
 
@@ -66,32 +62,30 @@ def merge_plus(
         active: at least two experts that changed it.
         epsilon: ε in units of ‖S‖² / tr(S) of S = Σ_t D_tᵀD_t.
         scale: λ.
-        closed_form: of base, experts and λ: the merge by the regression on inputs alone.
         measured: covariances of the inputs, which replace a share of D_tᵀD_t.
-        table: whether rows are looked up, as in embeddings.
 
     Raises:
-        IllConditionedError: the sums of G_t or K_t cannot be factored, even in float64.
+        IllConditionedError: Σ w_t K_t cannot be factored, even in float64.
     """
-    scale *= STRENGTH
-    if table or max(active.shape) > LONGEST * min(active.shape):
-        merged, record = closed_form(base, active, scale * (1 - ORTHOGONAL_SHARE))
-        deltas = [task_vector(expert, base, active.dtype) for expert in active.experts]
-        rank = max(1, min(active.shape) // len(deltas))
-        floors = rounding_floors(base, active)
-        total = orthogonal_sum(deltas, rank, floors, active.coefficients)
-        return merged.add_(total, alpha=scale * ORTHOGONAL_SHARE), replace(record, rule="ace_plus")
     merged, ridge = _regress(base, active, epsilon, measured)
     used = measured and any(measured.covariance(position) for position in active.positions)
+    size = float(torch.linalg.vector_norm(merged, dtype=torch.float64))
     record = active.record(
         "ace_plus",
         epsilon=active.spread([ridge * weight for weight in active.weights], None),
         ridge=ridge * active.shape[1],
-        amplification=float(torch.linalg.vector_norm(merged, dtype=torch.float64)) ** 2
-        / sum(active.tau),
+        amplification=size**2 / sum(active.tau),
         mix=measured.mix if measured and used else None,
     )
-    return merged.mul_(scale).add_(base), record
+    return merged.mul_(scale * STRENGTH).add_(base), record
+
+
+def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
+    """Add TSV-Merge's sum of at least two experts times a scale to a matrix, (o, i), in place."""
+    deltas = [task_vector(expert, base, active.dtype) for expert in active.experts]
+    rank = max(1, min(active.shape) // len(deltas))
+    total = orthogonal_sum(deltas, rank, rounding_floors(base, active), active.coefficients)
+    return merged.add_(total, alpha=scale)
 
 
 @full_precision()

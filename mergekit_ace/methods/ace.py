@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ace import (
+    AceOptions,
+    PlusOptions,
+    RelativeOptions,
+    RidgeOptions,
+    merge_tensor,
+)
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import LONGEST, STEPS
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
@@ -29,7 +35,6 @@ from mergekit_ace.methods.lookup import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
-    LAMBDA,
     LAYOUT,
     MIX,
     SIDE,
@@ -48,12 +53,12 @@ _FILES = (COEFFICIENTS, COVARIANCES, MIX, TASK)
 class RidgeMethod(TaskVectorMethod):
     """A method that solves a ridge regression per matrix, of any number of experts."""
 
-    options_class: ClassVar[type[AceOptions] | type[RelativeOptions]]
+    options_class: ClassVar[type[PlusOptions]]
     citations = cited("xu2026ace")
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
 
-    def options(self, settings: TensorSettings) -> AceOptions | RelativeOptions:
+    def options(self, settings: TensorSettings) -> PlusOptions:
         """Return the options among the resolved parameters of a tensor."""
         fields = self.options_class.model_fields.items()
         names = [info.alias or field for field, info in fields]
@@ -83,7 +88,8 @@ class RidgeMethod(TaskVectorMethod):
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
-        options = self.options(settings)
+        chosen = self.options(settings)
+        options = chosen if isinstance(chosen, RidgeOptions) else RelativeOptions()
         if options.epsilon_scale != "spectrum" or record.shape[-1:] < (SMALLEST,):
             return
         estimated = [m.ridge for m in record.matrices if m.ridge and m.mix is None]
@@ -208,7 +214,7 @@ class PlusAceMerge(RidgeMethod):
         "ace_plus",
         "ACE-Merging of inputs and outputs",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, LAMBDA, RelativeAceMerge.table_layout, *_FILES),
+        (WEIGHT, *option_parameters(PlusOptions), RelativeAceMerge.table_layout, *_FILES),
     )
     summary = (
         "Solves ACE-Merging's regression for inputs and outputs at once, so that experts "
@@ -217,11 +223,6 @@ class PlusAceMerge(RidgeMethod):
     own_rule = "merged by the regression on inputs and outputs"
     options_class = PlusOptions
     citations = cited("xu2026ace") + cited("gargiulo2025tsv")
-
-    def options(self, settings: TensorSettings) -> PlusOptions:
-        looked_up = is_table(settings.base, settings.name)
-        scale = settings.parameters["lambda"]
-        return PlusOptions.model_validate({"lambda": scale, "table": looked_up})
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what squares, right sides, and the steps of conjugate gradients take."""

@@ -24,14 +24,15 @@ from mergekit_ace.naming import FileError
 FORMAT = {"format": "mergekit-ace coefficients", "version": "1"}
 _TENSORS = ("coefficients", "statistics", "depths", "groups")
 Granularity = Literal["tensor", "kind", "block", "task"]
-Basis = Literal["task_vector", "ace", "ace_relative"]
+Basis = Literal["task_vector", "ace", "ace_relative", "ace_plus"]
 
 
 class Contents(BaseModel):
     """Contents of the file beside tensors.
 
     Its `basis` is what is combined: task vectors (by `statsmerging`), or the components of the
-    experts in a merge by `ace`, whose refinement is one more row, or by `ace_relative`.
+    experts in a merge by `ace`, whose refinement is one more row, by `ace_relative` or
+    by `ace_plus`.
     """
 
     model_config = ConfigDict(extra="forbid")

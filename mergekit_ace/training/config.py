@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.ace import AceOptions, RelativeOptions
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions
 from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Number
 from mergekit_ace.methods.coefficients import Basis, Granularity
@@ -126,6 +126,10 @@ class TrainingConfig(LoopConfig):
     patience: Annotated[Integer, Field(ge=0)] = 20
 
 
+# Bases of components, by the methods that have them.
+COMPONENTS = {*get_args(Basis)} - {"task_vector"}
+
+
 class TrainConfig(Strict):
     """Settings of a `train.yml`."""
 
@@ -138,6 +142,7 @@ class TrainConfig(Strict):
     basis: Basis = "task_vector"
     ace: AceOptions = AceOptions()
     ace_relative: RelativeOptions = RelativeOptions()
+    ace_plus: PlusOptions = PlusOptions()
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()
     loss: Literal["answers", "entropy"] = "answers"
@@ -173,15 +178,15 @@ class TrainConfig(Strict):
         return 3.0 if alone and self.options is not None else 0.0
 
     @property
-    def options(self) -> AceOptions | RelativeOptions | None:
+    def options(self) -> PlusOptions | None:
         """Parameters of the merge that the components are of; None for task vectors."""
-        return {"ace": self.ace, "ace_relative": self.ace_relative}.get(self.basis)
+        return None if self.basis == "task_vector" else getattr(self, self.basis)
 
     @model_validator(mode="before")
     @classmethod
     def _start(cls, values: Any) -> Any:
         """Let coefficients of components start at 1."""
-        if isinstance(values, dict) and values.get("basis") in ("ace", "ace_relative"):
+        if isinstance(values, dict) and values.get("basis") in COMPONENTS:
             learner = values.get("learner", {})
             if isinstance(learner, dict):
                 return {**values, "learner": {"initial": 1.0, **learner}}
@@ -191,7 +196,7 @@ class TrainConfig(Strict):
     def _check(self) -> TrainConfig:
         classifier, tasks = self.task not in LanguageTask, [one.task for one in self.models]
         twice = max(tasks, key=tasks.count)
-        others = {"ace", "ace_relative"} & self.model_fields_set - {self.basis}
+        others = COMPONENTS & self.model_fields_set - {self.basis}
         scaled = self.options is not None and "scale" in self.options.model_fields_set
         mistakes = [
             (classifier and self.rehearsal, "rehearsal is for language models"),

@@ -103,7 +103,7 @@ class Family:
         base, *experts = (weights[name].to(device) for weights in (self.base, *self.experts))
         packed = any(self.on_disk[stored].shape != base.shape for stored in self.stored[name])
         model = ModelReference.model_validate(self.models.base)
-        own, tables = name if packed else self.stored[name][0], config.basis == "ace_relative"
+        own, tables = name if packed else self.stored[name][0], config.basis != "ace"
         layout = stored_layout("auto", model, own, base.ndim, tables=tables)
         try:
             return split_tensor(base, experts, config.options, layout)

@@ -58,6 +58,7 @@ def weights(folder: str | Path, kind: str) -> dict[str, torch.Tensor]:
     [
         ("llama", "ace_relative", {"centred": True}),
         ("gpt2", "ace", {}),
+        ("gpt2", "ace_plus", {}),
         ("bert", "ace_relative", {}),
         ("vit", "ace", REFINED),
         ("t5", "ace_relative", {}),
