@@ -234,7 +234,9 @@ def _merge_plus(
     if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
         return merge_two_sided(base, active, RelativeOptions().ridge, options.scale, measured)
     scale = STRENGTH * (1 - ORTHOGONAL_SHARE) * options.scale
-    relative = RelativeOptions(scale=scale, compute_dtype=options.compute_dtype)
+    relative = RelativeOptions.model_validate(
+        {"lambda": scale, "compute_dtype": options.compute_dtype}
+    )
     merged, record = _closed_form(layout, relative, 1.0, measured, base, active)
     scale = STRENGTH * ORTHOGONAL_SHARE * options.scale
     return add_orthogonal_sum(merged, base, active, scale), replace(record, rule="ace_plus")
