@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergekit_ace.adapters.read import read_adapters
 from mergekit_ace.calibration.layers import (
+    KIND,
     RIDGE,
     TABLE,
     Calibration,
@@ -40,13 +41,11 @@ from mergekit_ace.training.data import check_tokens, read_rows
 from mergekit_ace.training.models import load_model, load_processor, local_folder
 from mergekit_ace.training.tasks import (
     Batch,
-    CausalLanguageModel,
     Example,
     fit_to_model,
     write_own_texts,
 )
 
-KIND = CausalLanguageModel()
 # Share of the way from the merge to the solution that weights go. For full fine-tunes, half of it
 # gains nearly as much on held-out texts, and changes less of what the samples do not show. Adapters
 # gain more by all of it.

@@ -23,8 +23,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.training.tasks import Batch, CausalLanguageModel
+from mergekit_ace.training.tasks import Batch, CausalLanguageModel, batches_by_length
 
+KIND = CausalLanguageModel()
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 RIDGE = 1.0  # λ of the linear layers
@@ -41,7 +42,7 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj")  # to the residual stream
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Weights: TypeAlias = Mapping[str, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
-Step: TypeAlias = tuple[Tensor, Tensor]  # what layers read, (1, length, i), and the stream there
+Step: TypeAlias = tuple[Tensor, Tensor]  # what layers read, (n, length, i), and the stream there
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -128,7 +129,7 @@ def _log_probabilities(model: Any, weights: Weights, batch: Batch, device: torch
     """Return log p before supervised tokens, (P, vocabulary); one layer is in memory at a time."""
     attach_align_device_hook(model, device, offload=True, weights_map=weights)
     try:
-        logits = CausalLanguageModel().logits(model, send_to_device(batch, device))
+        logits = KIND.logits(model, send_to_device(batch, device))
     finally:
         remove_hook_from_submodules(model)
     return logits.log_softmax(dim=-1)
@@ -152,7 +153,7 @@ def minimisers(starts: Iterable[Tensor], gram: Tensor, crosses: Iterable[Tensor]
 
 
 def decoder_steps(layer: Any, hidden: Tensor, rotary: Rotary) -> Iterator[Step]:
-    """Run one of `KNOWN_LAYERS` on its input, (1, length, features).
+    """Run one of `KNOWN_LAYERS` on its input, (n, length, features).
 
     Stops before each of `GROUPS`, whose weights may be replaced meanwhile. The last step is the
     output of the layer, twice.
@@ -185,8 +186,9 @@ class SampleTeacher:
 
 @dataclass
 class _Streams:
-    """The residual streams of the merge and of a teacher on one text, (1, length, features)."""
+    """The residual streams of the merge and of a teacher on some texts, (n, length, features)."""
 
+    tokens: Tensor  # (n, length): where there is no padding
     rotary: Rotary
     merged: Tensor
     own: Tensor
@@ -220,7 +222,7 @@ class Calibration:
             pairs = zip(experts, streams, strict=True)
             runs = [self._run(merge, expert, own) for expert, own in pairs]
             for group in GROUPS:
-                self._solve(group, merge, experts, teachers, runs)
+                self._solve(group, merge, experts, teachers, streams, runs)
             for own, run in zip(streams, runs, strict=True):
                 for one, (ours, theirs) in zip(own, next(run), strict=True):
                     one.merged, one.own = ours[0], theirs[0]
@@ -228,11 +230,11 @@ class Calibration:
             yield {f"model.layers.{place}.{n}": merge.get_parameter(n).cpu() for n in names}
 
     def _run(
-        self, merge: nn.Module, expert: nn.Module, texts: Sequence[_Streams]
+        self, merge: nn.Module, expert: nn.Module, batches: Sequence[_Streams]
     ) -> Iterator[list[tuple[Step, Step]]]:
-        """Yield the steps of the merge and of a teacher on all texts; on a GPU by bfloat16."""
-        ours = [decoder_steps(merge, one.merged, one.rotary) for one in texts]
-        theirs = [decoder_steps(expert, one.own, one.rotary) for one in texts]
+        """Yield the steps of the merge and of a teacher on all batches; on a GPU by bfloat16."""
+        ours = [decoder_steps(merge, one.merged, one.rotary) for one in batches]
+        theirs = [decoder_steps(expert, one.own, one.rotary) for one in batches]
         kind = self.device.type
         for _ in range(len(GROUPS) + 1):
             with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
@@ -243,10 +245,13 @@ class Calibration:
         merged, streams = start[TABLE], []
         for teacher in teachers:
             own, found = teacher.weights[TABLE], []
-            for ids in teacher.texts:
-                rows = [table[ids][None].float().to(self.device) for table in (merged, own)]
-                rotary = self._rotary(rows[0], torch.arange(len(ids), device=self.device)[None])
-                found.append(_Streams(rotary, *rows))
+            for places in batches_by_length([*map(len, teacher.texts)], self.device):
+                # Padded at the end, where causal attention does not see it.
+                batch = KIND.collate([{"input_ids": teacher.texts[place]} for place in places])
+                ids, used = batch["input_ids"], batch["attention_mask"].bool().to(self.device)
+                rows = [table[ids].float().to(self.device) for table in (merged, own)]
+                rotary = self._rotary(rows[0], torch.arange(ids.shape[1], device=self.device)[None])
+                found.append(_Streams(used, rotary, *rows))
             streams.append(found)
         return streams
 
@@ -264,6 +269,7 @@ class Calibration:
         merge: nn.Module,
         experts: Sequence[nn.Module],
         teachers: Sequence[SampleTeacher],
+        streams: Sequence[Sequence[_Streams]],
         runs: Sequence[Iterator[list[tuple[Step, Step]]]],
     ) -> None:
         """Replace the weights of a group in the merge's layer, given the same of every teacher."""
@@ -271,11 +277,13 @@ class Calibration:
         writes, bias = group[0] in WRITERS, linears[0].bias
         gram: Any = 0.0
         crosses: list[Any] = [0.0] * len(group)
-        for expert, teacher, run in zip(experts, teachers, runs, strict=True):
-            steps = next(run)
-            inputs, outer = (torch.cat([s[n][0] for s in steps], dim=1)[0].float() for n in (0, 1))
+        for expert, teacher, own, run in zip(experts, teachers, streams, runs, strict=True):
+            rows = [
+                (ours[0][one.tokens], theirs[0][one.tokens], (theirs[1] - ours[1])[one.tokens])
+                for one, (ours, theirs) in zip(own, next(run), strict=True)
+            ]
+            inputs, outer, back = (torch.cat(part).float() for part in zip(*rows, strict=True))
             if writes:
-                back = torch.cat([theirs[1] - ours[1] for ours, theirs in steps], dim=1)[0]
                 outer = expert.get_submodule(group[0])(outer) + back - (0 if bias is None else bias)
             share = teacher.weight / len(inputs)
             gram = gram + share * (inputs.mT @ inputs).double()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,18 +16,18 @@ from mergekit.common import ModelReference
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from mergekit_ace.adapters.read import base_of
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import SampleReader, read_rows
 from mergekit_ace.training.models import load_model, local_folder
-from mergekit_ace.training.tasks import CausalLanguageModel, Example
+from mergekit_ace.training.tasks import CausalLanguageModel, Example, batches_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KIND = CausalLanguageModel()
-TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
 BATCH = 8  # questions of a task, or of a chat without an answer
 ROWS = 1024  # logits whose losses are computed at once
 MORE = 8  # tokens that an answer may be longer than the right one
@@ -46,8 +47,7 @@ def explained_memory(model: object, config: ScoreConfig) -> Iterator[None]:
 def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     """Load a model, with its adapter if it has one, on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    bare = ModelReference(model=reference.model)
-    folder = local_folder(str(bare), Path(), config.trust_remote_code)
+    folder = local_folder(str(base_of(reference)), Path(), config.trust_remote_code)
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     model: Any = load_model(folder, KIND, config, dtype)
     model = model.to(device)
@@ -76,8 +76,9 @@ def sequence_losses(
         ConfigError: the model answers NaN or Inf.
     """
     losses: list[tuple[float, int]] = [(0.0, 0)] * len(samples)
+    lengths = [len(one["input_ids"]) for one in samples]
     with tqdm(desc=title, total=len(samples), unit="text", disable=quiet) as bar:
-        for places in _batches(samples, TOKENS[model.device.type]):
+        for places in batches_by_length(lengths, model.device):
             batch = KIND.collate([samples[place] for place in places])
             counts = [len(samples[place]["true"]) for place in places]
             truth = torch.cat([samples[place]["true"] for place in places]).to(model.device)
@@ -87,7 +88,7 @@ def sequence_losses(
                 parts = zip(logits.split(ROWS), truth.split(ROWS), strict=True)
                 each = [cross_entropy(part.float(), true, reduction="none") for part, true in parts]
             sums = [float(own.double().sum()) for own in torch.cat(each).split(counts)]
-            if not all(map(torch.isfinite, map(torch.tensor, sums))):
+            if not all(map(math.isfinite, sums)):
                 raise ConfigError(f"{title}: the model answers NaN or Inf; its merge has failed")
             for place, loss, count in zip(places, sums, counts, strict=True):
                 losses[place] = (loss, count)
@@ -95,25 +96,13 @@ def sequence_losses(
     return losses
 
 
-def _batches(samples: Sequence[Example], tokens: int) -> Iterator[list[int]]:
-    """Yield places of samples of like length, so that a padded batch has at most `tokens`."""
-    order = sorted(range(len(samples)), key=lambda place: -len(samples[place]["input_ids"]))
-    batch: list[int] = []
-    for place in order:
-        if batch and (len(batch) + 1) * len(samples[batch[0]]["input_ids"]) > tokens:
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch
-
-
 def answer_matches(
     model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
 ) -> list[bool]:
     """Return of every prompt whether the model writes the completion, see `same_answer`."""
     matches = [False] * len(samples)
-    for places in _batches(samples, TOKENS[model.device.type]):
+    lengths = [len(one["input_ids"]) for one in samples]
+    for places in batches_by_length(lengths, model.device):
         chosen = [samples[place] for place in places]
         prompts = [{"input_ids": one["input_ids"][~one["supervised"]]} for one in chosen]
         longest = max(len(one["true"]) for one in chosen) + MORE

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -28,6 +28,7 @@ Example = dict[str, Tensor]
 Batch = dict[str, Tensor]  # inputs of several samples
 
 OWN_LENGTH = 256  # tokens of a text that a model writes itself
+_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
 _AT_ONCE = 16  # such texts that are written at once
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
@@ -46,6 +47,18 @@ def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
     if data.image is not None or longest is None or data.max_length <= longest:
         return data
     return data.model_copy(update={"max_length": longest})
+
+
+def batches_by_length(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+    """Yield places of samples of like length, the longest first, for batches that fit a device."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > _TOKENS[device.type]:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
 
 
 class ModelKind:
