@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -65,17 +66,14 @@ class ScoreConfig(Strict):
                 data.check_task(self.task, f"data {data.path}")
                 if data.prompt is not None and data.completion is None:
                     raise ValueError(f"data {data.path} needs a `completion` of each prompt")
-        for what, given in (
-            ("models", [expert.model for expert in self.models]),
-            ("merges", self.merges),
-            ("tasks", self.tasks),
-        ):
-            twice = next((one for one in given if list(given).count(one) > 1), None)
-            if twice is not None:
-                raise ValueError(f"`{what}` has {twice} twice; every model is scored once on each")
-        names = short_names([expert.model for expert in self.models])
-        if taken := {"base", "keep"} & {*names}:
-            raise ValueError(f"an expert is called {min(taken)}, as other figures are; rename it")
+        experts = [expert.model for expert in self.models]
+        lists = {"models": experts, "merges": self.merges, "tasks": self.tasks}
+        for what, given in lists.items():
+            if twice := [one for one, count in Counter(given).items() if count > 1]:
+                raise ValueError(f"`{what}` has {twice[0]} twice; one of them is enough")
+        for name, model in zip(short_names(experts), experts, strict=True):
+            if name in ("base", "keep") or (name in self.merges and name != model):
+                raise ValueError(f"an expert is called {name}, as other figures are; rename it")
         _check_stems(self.merges)
         return self
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.options import MergeOptions
 
+from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.saving import file_states, locked, package_versions, write_text
 from mergekit_ace.merging.run import run_shards
 from mergekit_ace.merging.shards import MERGE_PACKAGES
@@ -78,10 +80,15 @@ def merge_once(config: Path, out: Path, *, quiet: bool) -> str:
     for old in out.glob(f"{config.stem}-{'?' * 12}"):
         if old != folder:
             shutil.rmtree(old)
+    run_merge(config, folder, quiet=quiet)
+    return str(folder)
+
+
+def run_merge(config: Path, folder: Path, *, quiet: bool) -> None:
+    """Merge, on the GPU where there is one."""
     options = MergeOptions(cuda=torch.cuda.is_available(), quiet=quiet)
     options.apply_global_options()
     run_shards(config, str(folder), options)
-    return str(folder)
 
 
 def _digest(text: str) -> str:
@@ -110,44 +117,41 @@ class Scoring:
         self.exams = [Exam(name, expert.data) for name, expert in experts if expert.has_texts]
         self.exams.append(Exam("keep", config.keep))
         self.measured: dict[str, Any] = {}
-        self._identities: dict[str, str] = {}
-        self._wanted: set[str] = set()
+        self._known: dict[str, Any] = {"measured": {}, "identities": {}}  # also of other configs
         self._loaded: tuple[ModelReference | None, Any] = (None, None)
         if (out / SCORES).exists():
             content = json.loads((out / SCORES).read_text("utf-8"))
-            self.measured, self._identities = content["measured"], content["identities"]
+            self._known = {name: content[name] for name in self._known}
 
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self._write({})  # the folder is ours from now on
-        references = [self.config.base_model, *(one.model for one in self.config.models)]
-        base, *others = map(ModelReference.model_validate, references)
+        self._write(self._known)  # the folder is ours from now on
         made = [
             merge_once(Path(merge), self.out / "merges", quiet=self.quiet)
             if merge.lower().endswith((".yml", ".yaml"))
             else merge
             for merge in merges
         ]
-        merged = [*map(ModelReference.model_validate, made)]
-        bare = (ModelReference(model=one.model) for one in (base, *others, *merged))
+        names = [self.config.base_model, *(one.model for one in self.config.models), *made]
+        references = [*map(ModelReference.model_validate, names)]
         trust = self.config.trust_remote_code
-        folders = [local_folder(str(one), Path(), trust) for one in bare]
+        folders = [local_folder(str(base_of(one)), Path(), trust) for one in references]
         self.tokenizer = load_processor(folders, KIND, self.config)
-        for name, expert, reference in zip(self.names, self.config.models, others, strict=True):
+        base, *models = references
+        for name, expert, reference in zip(self.names, self.config.models, models, strict=False):
             own = [exam for exam in self.exams if exam.name == name]
             self._measure_model(name, reference, own, [expert])
-        for label, reference in [("base", base), *zip(merges, merged, strict=True)]:
+        merged = zip(merges, models[len(self.names) :], strict=True)
+        for label, reference in [("base", base), *merged]:
             self._measure_model(label, reference, self.exams, self.config.models)
         self._loaded = (None, None)
 
     def write_results(self) -> Scores:
         """Write the figures and their page, without what the config no longer has."""
-        for key in self._identities.keys() - self._wanted:
-            self.measured.pop(key, None)
-            del self._identities[key]
         scores = Scores(self.config, self.measured)
-        self._write(scores.summary())
+        identities = {key: self._known["identities"][key] for key in self.measured}
+        self._write(scores.summary() | {"measured": self.measured, "identities": identities})
         show_scores(scores, self.out / "scores.html")
         return scores
 
@@ -158,8 +162,7 @@ class Scoring:
             exam.samples = read_samples(exam.data, model, self.tokenizer)
         return exam.samples
 
-    def _write(self, summary: dict[str, Any]) -> None:
-        content = summary | {"measured": self.measured, "identities": self._identities}
+    def _write(self, content: dict[str, Any]) -> None:
         write_text(self.out / SCORES, json.dumps(content, indent=1) + "\n")
 
     def _measure_model(
@@ -170,26 +173,26 @@ class Scoring:
             for exam in exams:
                 if exam.data is None:
                     exam.data = self._written(exam, reference)
-                key, settings = f"{exam.name} / {label}", exam.data.model_dump()
-                if self._lacks(key, reference, settings, exam.data.path):
-                    self.measured[key] = self._measure_exam(self._load(reference), exam, key)
-                    self._write({})
+                key = f"{exam.name} / {label}"
+                identity = self._identity(reference, exam.data.model_dump(), exam.data.path)
+                self._measure_once(key, identity, reference, partial(self._measure_exam, exam, key))
             for task, limit in [(task, one.limit) for one in experts for task in one.tasks]:
-                key = f"task {task} / {label}"
-                if self._lacks(key, reference, limit, self.config.task_folder or ""):
-                    assert self.harness is not None
-                    model = self._load(reference)
-                    self.measured[key] = self.harness.measure(model, self.tokenizer, task, limit)
-                    self._write({})
+                assert self.harness is not None
+                measure = partial(
+                    self.harness.measure, tokenizer=self.tokenizer, task=task, limit=limit
+                )
+                identity = self._identity(reference, limit, self.config.task_folder or "")
+                self._measure_once(f"task {task} / {label}", identity, reference, measure)
 
-    def _lacks(self, key: str, reference: ModelReference, settings: Any, path: str) -> bool:
-        """Tell whether a measurement is missing that is wanted, and drop one of other files."""
-        identity = self._identity(reference, settings, path)
-        if self._identities.get(key) != identity:
-            self.measured.pop(key, None)
-        self._wanted.add(key)
-        self._identities[key] = identity
-        return key not in self.measured
+    def _measure_once(
+        self, key: str, identity: str, reference: ModelReference, measure: Callable[[Any], Any]
+    ) -> None:
+        """Take a measurement from the file, or measure, where that is of other files."""
+        measured, identities = self._known["measured"], self._known["identities"]
+        if key not in measured or identities[key] != identity:
+            measured[key], identities[key] = measure(self._load(reference)), identity
+            self._write(self._known)
+        self.measured[key] = measured[key]
 
     def _identity(self, reference: ModelReference, settings: Any, path: str = "") -> str:
         files = _files_of([reference]) | (file_states([path]) if path else {})
@@ -210,7 +213,7 @@ class Scoring:
             self._loaded = (reference, load_scored(reference, self.config))
         return self._loaded[1]
 
-    def _measure_exam(self, model: Any, exam: Exam, title: str) -> dict[str, Any]:
+    def _measure_exam(self, exam: Exam, title: str, model: Any) -> dict[str, Any]:
         samples = self.samples(exam, model)
         losses = sequence_losses(model, samples, title=title, quiet=self.quiet)
         if exam.data is None or exam.data.completion is None:

@@ -12,20 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from mergekit.common import ModelReference
-from mergekit.options import MergeOptions
 from tqdm import tqdm
 
 from mergekit_ace.files.saving import differences, file_states, write_text
-from mergekit_ace.merging.run import run_shards
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.figures import Estimate, Losses, forgot, kept, mean
 from mergekit_ace.score.measure import explained_memory, load_scored, sequence_losses
 from mergekit_ace.score.results import aligned, show_search
-from mergekit_ace.score.score import Exam, Scoring
+from mergekit_ace.score.score import Exam, Scoring, run_merge
 from mergekit_ace.score.space import SearchedMerge
 from mergekit_ace.training.models import local_folder, map_weights
 
@@ -295,9 +292,7 @@ class _Search:
             self.merges[best["merge"]].write(best["parameters"], self.out, comment)
         del self.module
         self.merges.clear()  # which hold it, too
-        options = MergeOptions(cuda=torch.cuda.is_available(), quiet=self.quiet)
-        options.apply_global_options()
-        run_shards(path, str(model), options)
+        run_merge(path, model, quiet=self.quiet)
         self.module = load_scored(ModelReference.model_validate(str(model)), self.score)
         best["test"] = self.measure("test")
 

@@ -129,27 +129,33 @@ def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch)
     )
 
 
-SLOW = """
-import time
+STALLING = """
+import itertools, pathlib, sys, time
 from mergekit_ace.cli import main
 from mergekit_ace.score import search
-usual = search.sequence_losses
-search.sequence_losses = lambda *given, **more: time.sleep(0.5) or usual(*given, **more)
+usual, calls, mark = search.sequence_losses, itertools.count(), pathlib.Path(sys.argv.pop(1))
+def stalling(*given, **options):
+    if next(calls) == 4:  # within the second trial
+        mark.touch()
+        time.sleep(600)
+    return usual(*given, **options)
+search.sequence_losses = stalling
 main()
 """
 
 
 def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypatch):
-    out, path = tmp_path / "best", tmp_path / "best.yml"
+    out, path, mark = tmp_path / "best", tmp_path / "best.yml", tmp_path / "stalled"
     settings |= {"merge": settings["merge"][1], "search": {"lambda": [0.2, 1.5]}, "trials": 10}
     path.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-c", SLOW, "search", str(path), str(out), "--quiet"]
+    command = [sys.executable, "-c", STALLING, mark, "search", path, out, "--quiet"]
     other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (out / "locks").exists() or not done(out):
+    deadline = time.monotonic() + 300
+    while not mark.exists():
         assert time.monotonic() < deadline
         assert other.poll() is None
         time.sleep(0.2)
+    assert done(out)
     usual, calls = module.sequence_losses, []
 
     def killing(*given, **options):
