@@ -20,8 +20,9 @@ SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 LANGUAGE = ("smollm, 160", "smollm-control, 40", "smollm-muon, 160", "smollm-sparse, 40",
             "smollm-lora, 40", "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
-DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "tsv_m": "tab:blue",
-         "iso_c": "tab:green", "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
+DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "ace_plus": "tab:purple",
+         "tsv_m": "tab:blue", "iso_c": "tab:green", "task_arithmetic": "black",
+         "ties": "tab:gray"}  # fmt: skip
 Figure, Result = tuple[float, float], dict[str, Any]  # number and standard error; a row
 
 
