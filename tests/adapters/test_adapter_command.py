@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 from checkpoints import tiny_llama
-from click.testing import CliRunner, Result
 from coefficient_files import make_file
+from commands import command
 from filelock import FileLock
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
@@ -43,7 +43,6 @@ from transformers import LlamaForCausalLM
 from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.task_vectors import other_side
-from mergekit_ace.cli import main
 from mergekit_ace.methods.architecture import is_table, stored_layout
 from mergekit_ace.report.record import read_records
 
@@ -69,18 +68,16 @@ def own(family, tmp_path) -> list[str]:
     return [str(shutil.copytree(path, tmp_path / Path(path).name)) for path in family[:3]]
 
 
-def run(config: dict, folder: Path, *flags: object) -> Result:
+def run(config: dict, folder: Path, *flags: object, fails: bool = False) -> str:
     path = folder / "config.yml"
     path.write_text(yaml.safe_dump(config))
-    arguments = ["adapter", str(path), str(folder / "adapter"), *map(str, flags)]
-    return CliRunner().invoke(main, arguments)
+    return command("adapter", path, folder / "adapter", *flags, fails=fails)
 
 
 def adapter_merge(config: dict, folder: Path, *flags: object) -> Path:
     """What `mergekit-ace adapter` makes of it; its folder."""
     folder.mkdir(exist_ok=True)
-    result = run(config, folder, "--quiet", *flags)
-    assert result.exit_code == 0, result.output
+    run(config, folder, "--quiet", *flags)
     return folder / "adapter"
 
 
@@ -98,8 +95,7 @@ def compare(config: dict, base: str, folder: Path, cache: Path) -> None:
     before = {name: tensor.clone() for name, tensor in origin.state_dict().items()}
     model = PeftModel.from_pretrained(origin, adapter_merge(config, folder))
     compare_changes(model.merge_and_unload().state_dict(), expected, before)
-    result = CliRunner().invoke(main, ["merge", str(folder / "config.yml"), str(folder / "whole")])
-    assert result.exit_code == 0, result.output
+    command("merge", folder / "config.yml", folder / "whole")
     compare_changes(load_file(folder / "whole" / "model.safetensors"), expected, before)
 
 
@@ -226,7 +222,7 @@ def test_every_kind_is_merged_as_its_full_tensors(tmp_path, case, method):
 
 def test_a_rank_cuts_the_smallest_directions_and_says_how_much(family, tmp_path):
     whole = deltas(adapter_merge(config_of(family, "ace"), tmp_path / "whole"))
-    said = run(config_of(family, "ace"), tmp_path, "--rank", 3).output
+    said = run(config_of(family, "ace"), tmp_path, "--rank", 3)
     cut = deltas(tmp_path / "adapter")
     assert whole.keys() == cut.keys()
     lost = 0.0
@@ -272,10 +268,8 @@ def test_the_card_and_the_tokenizer(own, tmp_path):
 
 def refused(config: dict, folder: Path, *words: str) -> None:
     """The command ends with one message that has these words, and leaves nothing."""
-    result = run(config, folder)
-    assert result.exit_code == 1
-    assert isinstance(result.exception, SystemExit)
-    assert [word for word in words if word not in result.output] == [], result.output
+    said = run(config, folder, fails=True)
+    assert [word for word in words if word not in said] == [], said
     assert not (folder / "adapter").exists()
 
 
@@ -352,18 +346,17 @@ def test_nothing_is_replaced_unasked(own, tmp_path):
     out = tmp_path / "adapter"
     out.mkdir()
     (out / "tokenizer.json").write_text("{}")
-    said = run(config_of(own, "ace"), tmp_path).output
+    said = run(config_of(own, "ace"), tmp_path, fails=True)
     assert f"{out} holds tokenizer.json; --overwrite replaces what is there" in said
     with FileLock(out / ".adapter.lock"):
-        assert (
-            "another run is writing" in run(config_of(own, "ace"), tmp_path, "--overwrite").output
-        )
-    assert run(config_of(own, "ace"), tmp_path, "--overwrite").exit_code == 0
+        said = run(config_of(own, "ace"), tmp_path, "--overwrite", fails=True)
+        assert "another run is writing" in said
+    run(config_of(own, "ace"), tmp_path, "--overwrite")
     assert not (out / "tokenizer.json").exists(), "no adapter carries one"
     before = {path: path.read_bytes() for path in out.iterdir()}
-    assert run(config_of(own, "ace_relative"), tmp_path).exit_code == 1
+    run(config_of(own, "ace_relative"), tmp_path, fails=True)
     edit_tensors(own[2], spoil)  # found on the way: the old one stays whole
-    assert run(config_of(own, "ace_relative"), tmp_path, "--overwrite").exit_code == 1
+    run(config_of(own, "ace_relative"), tmp_path, "--overwrite", fails=True)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -372,16 +365,16 @@ def test_what_is_read_is_never_replaced(own, tmp_path, part):
     before = {path: path.read_bytes() for path in Path(own[part]).iterdir()}
     path = tmp_path / "config.yml"
     path.write_text(yaml.safe_dump(config_of(own, "ace")))
-    result = CliRunner().invoke(main, ["adapter", str(path), own[part], "--overwrite"])
-    assert ("holds a model" if part == 0 else "which is merged") in result.output
+    said = command("adapter", path, own[part], "--overwrite", fails=True)
+    assert ("holds a model" if part == 0 else "which is merged") in said
     assert {path: path.read_bytes() for path in Path(own[part]).iterdir()} == before
 
 
 def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     several = "may together undo what the base knew"
-    assert several in run(config_of(family, "ace"), tmp_path, "--overwrite").output
+    assert several in run(config_of(family, "ace"), tmp_path, "--overwrite")
     for config in (config_of(family[:3], "ace"), config_of(family, "ace", **{"lambda": 0.5})):
-        assert several not in run(config, tmp_path, "--overwrite").output
+        assert several not in run(config, tmp_path, "--overwrite")
     path = tmp_path / "other"
     shutil.copytree(family[1], path)
     edit_config(path, base_model_name_or_path="some/other-model")

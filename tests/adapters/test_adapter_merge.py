@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import tiny_llama
-from click.testing import CliRunner
+from commands import command
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -35,7 +35,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from mergekit_ace.cli import main
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.naming import FileError
 from mergekit_ace.training.models import local_folder
@@ -51,17 +50,11 @@ def family(tmp_path_factory) -> list[str]:
     return save_adapters(folder, tiny_llama, every, {**every, "r": 2}, {**some, "r": 4})
 
 
-def command(
-    config: dict, out: Path, *flags: object, name: str = "merge", fails: bool = False
-) -> str:
-    """Run a command on a config; what it says."""
+def merge(config: dict, out: Path, *flags: object, fails: bool = False) -> str:
+    """Merge by a config; what the command says."""
     path = out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(config))
-    arguments = [name, str(path), str(out), *map(str, flags)]
-    arguments += ["--no-copy-tokenizer"] * (name == "merge")
-    result = CliRunner().invoke(main, arguments)
-    assert (result.exit_code != 0) == fails, result.output
-    return result.output
+    return command("merge", path, out, "--no-copy-tokenizer", *flags, fails=fails)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -80,7 +73,7 @@ def compare(config: dict, base: str, folder: Path, theirs: dict | None = None) -
     run_merge(full, str(folder / "theirs"), options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelReference, "merged", _only_full)
-        command(config, folder / "ours")
+        merge(config, folder / "ours")
     expected, got = weights(folder / "theirs"), weights(folder / "ours")
     assert all(got[name].dtype == tensor.dtype for name, tensor in expected.items())
     compare_changes(got, expected, weights(Path(base)))
@@ -128,7 +121,7 @@ def test_experts_that_the_base_stores_one_by_one(tmp_path):
     base = mixtral()
     base.load_state_dict(load_file(Path(paths[0], "model.safetensors")))
     base.save_pretrained(paths[0])
-    said = command(config_of(paths, "ace_relative"), tmp_path / "ours", fails=True)
+    said = merge(config_of(paths, "ace_relative"), tmp_path / "ours", fails=True)
     assert "mlp.experts.gate_up_proj" in said
     assert "merge_and_unload" in said
 
@@ -160,7 +153,7 @@ def test_dtypes_and_lines_of_a_report(family, tmp_path):
     report = tmp_path / "report.jsonl"
     config = config_of(family, "ace", report=str(report))
     config |= {"dtype": "bfloat16", "out_dtype": "float16"}
-    command(config, tmp_path / "out", *SHARDS)
+    merge(config, tmp_path / "out", *SHARDS)
     merged = weights(tmp_path / "out")
     assert {tensor.dtype for tensor in merged.values()} == {torch.float16}
     lines = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
@@ -176,17 +169,17 @@ def test_a_merge_that_goes_on(family, tmp_path):
     options = {"target_modules": LINEAR, "r": 3, "lora_alpha": 1}
     train_by_chance(tiny_llama, Path(paths[1]), 7, **options)
     config, out = config_of(paths, "ace"), tmp_path / "out"
-    command(config, out, *SHARDS)
+    merge(config, out, *SHARDS)
     whole = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
     lost = sorted(whole)[1::2]
     for name in lost:
         (out / name).unlink()
-    said = command(config, out, *SHARDS, "--resume", "--workers", 2)
+    said = merge(config, out, *SHARDS, "--resume", "--workers", 2)
     assert f"{len(whole) - len(lost)} of {len(whole)} shards are finished and kept" in said
     assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == whole
     assert Manifest.read(out).complete
     train_by_chance(tiny_llama, Path(paths[1]), 8, **options)
-    said = command(config, out, *SHARDS, "--resume", fails=True)
+    said = merge(config, out, *SHARDS, "--resume", fails=True)
     assert "own/adapter_model.safetensors" in said
 
 
@@ -203,11 +196,11 @@ TIED = [
 def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
     """The remedy of the error gives what PEFT's model answers."""
     paths = save_adapters(tmp_path, tied_llama, options)
-    said = command(config_of(paths, "ace"), tmp_path / "out", fails=True)
+    said = merge(config_of(paths, "ace"), tmp_path / "out", fails=True)
     assert "model.embed_tokens.weight and lm_head.weight tied, as one tensor" in said
-    checked = CliRunner().invoke(main, ["check", str(tmp_path / "out.yml")]).output
     # mergekit-yaml and training merge by PEFT, which unties what is saved whole
     factors = "modules_to_save" not in options
+    checked = command("check", tmp_path / "out.yml", fails=factors)
     assert ("tied, as one tensor" in checked) == factors
     with pytest.raises(FileError, match="tied") if factors else nullcontext():
         local_folder(f"{paths[0]}+{paths[1]}", tmp_path, False)
@@ -216,7 +209,7 @@ def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
     untied = tiny_llama(tie_word_embeddings=False)
     untied.load_state_dict(base.state_dict())
     untied.save_pretrained(tmp_path / "untied")
-    command(config_of([str(tmp_path / "untied"), paths[1]], "ace"), tmp_path / "out")
+    merge(config_of([str(tmp_path / "untied"), paths[1]], "ace"), tmp_path / "out")
     tokens = torch.arange(3, 15)[None]
     expected = PeftModel.from_pretrained(base, paths[1])(tokens).logits
     got = LlamaForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits

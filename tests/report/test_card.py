@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, save_family, tiny_llama
-from click.testing import CliRunner
 from coefficient_files import make_file
+from commands import command
 from huggingface_hub import ModelCard
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 from test_architectures import MODELS, SAVE
 
-from mergekit_ace.cli import main
 from mergekit_ace.report.card import markdown_text
 
 TITLE = "## How this merge was made"
@@ -49,17 +48,13 @@ def card(out: Path, report: Path, *flags: str, fails: bool = False) -> str:
 
 
 def complete(out: Path, *flags: str, fails: bool = False) -> str:
-    result = CliRunner().invoke(main, ["card", str(out), "--quiet", *flags])
-    assert (result.exit_code != 0) == fails, result.output
-    return result.output
+    return command("card", out, "--quiet", *flags, fails=fails)
 
 
 def inspected(folder: Path) -> Path:
     """Return the report of an inspection of what `mergekit_yaml` has merged."""
     out = folder / "inspected"
-    arguments = ["inspect", str(folder / "merged.yml"), str(out), "--quiet"]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
+    command("inspect", folder / "merged.yml", out, "--quiet")
     return out / "report.jsonl"
 
 
