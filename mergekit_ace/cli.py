@@ -351,8 +351,7 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
     """Check a merge before it starts.
 
     The exit status is 1 if something is wrong. CONFIG is that of the merge; OUT is where its result
-    is to go, whose disk is looked at. Only configs, tokenizers, the headers of files and a few
-    matrices are read.
+    is to go, whose disk is looked at. Only configs, tokenizers and the headers of files are read.
     """
     from mergekit_ace.check.check import check_merge
 

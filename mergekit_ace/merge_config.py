@@ -300,6 +300,12 @@ def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Itera
                 "tensors, and the first that matches decides",
                 "put the entry without filter last, and narrow filters before wide ones",
             )
+        linear = {name for name in matches if "linear_attn" in name}
+        if part and part in "linear_attn" and linear and matches - linear:
+            yield Finding.warning(
+                f"{where}.{n}: the filter {part!r} takes tensors of linear_attn, too",
+                "write `self_attn` if these are not meant",
+            )
         left, ended = left - matches, ended or not part
 
 

@@ -30,8 +30,6 @@ from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
     TensorHeader,
-    check_reference,
-    find_on_hub,
 )
 from mergekit_ace.files.models import Checkpoints, config_donor
 from mergekit_ace.methods.architecture import find_architecture, stored_layout
@@ -79,13 +77,21 @@ def read_yaml(path: Path) -> tuple[Any, str]:
         raise ConfigError(f"{path}: {error}") from error
 
 
+class OrderedConfiguration(MergeConfiguration):
+    """A configuration that lists its models by their names: mergekit's order is one of chance."""
+
+    def referenced_models(self) -> list[ModelReference]:
+        """Return all models, in the order of their names."""
+        return sorted(super().referenced_models(), key=str)
+
+
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
     """Return a mergekit configuration and its source, or raise a `ConfigError`."""
     content, source = read_yaml(path)
     if not isinstance(content, dict) or "merge_method" not in content:
         raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
     try:
-        return MergeConfiguration.model_validate(content), source
+        return OrderedConfiguration.model_validate(content), source
     except ValidationError as error:
         wrong = "; ".join(explain_validation(error, content))
         raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
@@ -122,15 +128,6 @@ def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ..
             continue
         path.append(str(place))
     return tuple(path), content
-
-
-def check_inputs(config: MergeConfiguration) -> None:
-    """Raise a `FileError` for the first model that is damaged, or not to be found."""
-    models = sorted(config.referenced_models(), key=str)  # always the same one first
-    for model in models:
-        check_reference(model)
-    for model in models:
-        find_on_hub(model)
 
 
 @dataclass(frozen=True)
@@ -202,12 +199,9 @@ class PlannedMerge:
     architecture: ModelArchitecture
     saves: Mapping[str, SaveTensor]  # by tensor name; those of `unplanned` come last
     tokenizer_task: BuildTokenizer | None  # builds the result's tokenizer; None: it is only copied
-    unplanned: tuple[UnplannedTensor, ...] = ()
-    heads: tuple[str, ...] = ()  # which the base has for another number of labels than an expert
-
-    @cached_property
-    def out_config(self) -> PretrainedConfig:
-        return _result_config(self.config, self.architecture, self.options)
+    out_config: PretrainedConfig
+    unplanned: tuple[UnplannedTensor, ...]
+    heads: tuple[str, ...]  # which the base has for another number of labels than an expert
 
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
@@ -264,11 +258,10 @@ def plan_merge(
                 "base_model out, or list it under `models:` with a weight of its own"
             )
         elif "same number of layers" in text and not config.slices:
-            configs = {m: m.config(options.trust_remote_code) for m in config.referenced_models()}
-            depths = (
-                f"{model} has {getattr(one.get_text_config(), 'num_hidden_layers', 'some')}"
-                for model, one in configs.items()
-            )
+            depths = []
+            for model in config.referenced_models():
+                settings = model.config(options.trust_remote_code).get_text_config()
+                depths.append(f"{model} has {getattr(settings, 'num_hidden_layers', 'some')}")
             remedy = f": {', '.join(depths)} by config.json; remove the one that differs"
         raise RuntimeError(text + remedy) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
@@ -281,6 +274,7 @@ def plan_merge(
         architecture,
         saves={save.tensor_name: save for save in saves},
         tokenizer_task=next((t for t in targets if isinstance(t, BuildTokenizer)), None),
+        out_config=out,
         unplanned=tuple(unplanned),
         heads=tuple(planner.heads),
     )

@@ -7,10 +7,13 @@ names and other packing than in memory.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from reference import naive_tensor, task_vector_error
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -77,6 +80,26 @@ def save_family(
         expert = seen_batches(fine_tuned(model, seed=10 + t, scale=scale), seed=10 + t)
         expert.save_pretrained(paths[-1], **save)
     return paths
+
+
+def rewrite(path: str | Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a model."""
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def add(path: str | Path, **tensors: Tensor) -> None:
+    """Add tensors to a model; a double underscore in a name stands for a dot."""
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    rewrite(path, lambda stored: stored.update(named))
+
+
+def configure(path: str | Path, **changes: object) -> None:
+    """Change `config.json` of a model."""
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def ace_config(paths: list[str], **config) -> dict:

@@ -86,7 +86,7 @@ def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     assert all(torch.equal(got[name], base[name]) for name in tower)
 
 
-def test_linear_attention(tmp_path):
+def test_a_filter_that_takes_linear_attention(tmp_path):
     config = tf.Qwen3NextConfig(
         **TEXT | {"num_hidden_layers": 4}, **HEADS, head_dim=8, num_key_value_heads=2,
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
@@ -94,7 +94,9 @@ def test_linear_attention(tmp_path):
         linear_num_key_heads=2, linear_num_value_heads=4,
     )  # fmt: skip
     paths = save_family(tf.Qwen3NextForCausalLM(config), tmp_path)
-    merge(tmp_path, ace_config(paths))
+    entries = [{"filter": "attn", "value": 0.1}, {"value": 0.2}]
+    text = merge(tmp_path, ace_config(paths, parameters={"epsilon": entries}))
+    assert "the filter 'attn' takes tensors of linear_attn, too" in text
     assert tensors(tmp_path / "merged").keys() == tensors(paths[0]).keys()
 
 

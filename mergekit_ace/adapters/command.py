@@ -116,7 +116,7 @@ def plan_adapters(config: MergeConfiguration, source: str, options: MergeOptions
 
 def _common_base(config: MergeConfiguration) -> ModelReference:
     """Return the one model that all adapters of a config belong to."""
-    models = sorted(config.referenced_models(), key=str)
+    models = config.referenced_models()
     bases = {base_of(model) for model in models if model.lora is not None}
     base = config.base_model or next(iter(bases), None)
     if not config.models:

@@ -191,10 +191,8 @@ def base_network(base: ModelReference) -> nn.Module:
 def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
     """Read what an adapter in a folder or on the Hub changes of a base on the meta device."""
     folder = adapter_folder(ModelPath.model_validate(reference))
-    files.check_adapter_folder(folder)
-    config = _read_config(folder)
-    (file,) = files.adapter_files(folder)
-    headers = read_file_header(file)
+    file = files.check_adapter_folder(folder)
+    config, headers = _read_config(folder), read_file_header(file)
     if not headers:
         raise FileError(f"{file} holds no tensors; download or save the adapter again")
     try:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be known of a merge before it starts, from configs, headers and a few matrices."""
+"""What can be known of a merge before it starts, from configs, tokenizers and headers."""

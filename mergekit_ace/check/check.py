@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace check`: everything that can be known before a merge, and what the merge takes."""
+"""`mergekit-ace check`: what can be known before a merge, and what the merge takes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +112,7 @@ def check_merge(
     out: Path | None = None,
     unplanned: Treatment | None = None,
 ) -> Preflight:
-    """Check a config and its models by configs, tokenizers, headers and a few matrices of each.
+    """Check a config and its models by configs, tokenizers and headers.
 
     Args:
         out: where the result is to be written; the present folder's disk by default.
@@ -141,8 +142,18 @@ def check_merge(
                 findings += find_mistakes(checkpoints, config)
             except FileError as error:
                 findings.append(Finding.error(str(error)))
-        plan, told = _plan(config, source, options, checkpoints, unplanned or "error")
-        findings += told
+        with headers_only(list(checkpoints.values())):
+            try:
+                treatment = unplanned or "error"
+                plan, told = plan_whole(config, source, options, checkpoints, treatment)
+                findings += told
+                if all(finding.level != "error" for finding in told):
+                    findings += _check_whole(plan, checkpoints)
+            except Exception as error:  # mergekit raises whatever its parts do
+                text = str(error) or type(error).__name__
+                if isinstance(error, KeyError):  # mergekit looks a module up
+                    text = f"the architecture has no part {text}; most have one, called `default`"
+                findings.append(Finding.error(text))
     lines = list(_model_lines(config, checkpoints))
     if plan is not None:
         estimate = estimate_merge(plan, checkpoints)
@@ -160,29 +171,31 @@ def check_merge(
     return Preflight(findings, estimate, lines)
 
 
-def _plan(
+def plan_whole(
     config: MergeConfiguration,
     source: str,
     options: MergeOptions,
     checkpoints: Checkpoints,
     treatment: Treatment,
-) -> tuple[PlannedMerge | None, list[Finding]]:
-    """Plan a merge from headers; return also what is said of it, instead of a plan if need be."""
-    with headers_only(list(checkpoints.values())):
-        try:
-            plan = plan_merge(config, source, options, checkpoints=checkpoints)
-            extra, findings = treat_unplanned(plan, checkpoints, treatment)
-            if extra:
-                plan = plan_merge(config, source, options, extra, checkpoints=checkpoints)
-            findings += check_labels(plan, treatment)
-            if all(finding.level != "error" for finding in findings):
-                findings += _check_whole(plan, checkpoints)
-            return plan, findings
-        except Exception as error:  # mergekit raises whatever its parts do
-            text = str(error) or type(error).__name__
-            if isinstance(error, KeyError):  # mergekit looks a module up
-                text = f"the architecture has no part {text}; most have one, called `default`"
-            return None, [Finding.error(text)]
+    *,
+    as_run: bool = False,
+) -> tuple[PlannedMerge, list[Finding]]:
+    """Plan a merge with what mergekit leaves out of it; return also what is said of it."""
+    plan_with = partial(plan_merge, config, source, options, checkpoints=checkpoints, as_run=as_run)
+    plan = plan_with()
+    extra, findings = treat_unplanned(plan, checkpoints, treatment)
+    if extra:
+        plan = plan_with(extra)
+    if plan.heads and treatment != "base":
+        findings.append(
+            Finding.error(
+                "the models have different numbers of labels, so that "
+                f"{listed(plan.heads)} cannot be merged",
+                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(config)}; or "
+                "replace the models by some with the same labels",
+            )
+        )
+    return plan, findings
 
 
 def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
@@ -290,17 +303,6 @@ def treat_unplanned(
         text = f"not all models have {_explain({donor.model: partial})}; copied from there"
         findings.append(Finding.warning(text))
     return extra, findings
-
-
-def check_labels(plan: PlannedMerge, treatment: Treatment) -> Iterator[Finding]:
-    """Find heads that the base has for another number of labels than an expert."""
-    if plan.heads and treatment != "base":
-        yield Finding.error(
-            "the models have different numbers of labels, so that "
-            f"{listed(plan.heads)} cannot be merged",
-            f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}; or "
-            "replace the models by some with the same labels",
-        )
 
 
 def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
@@ -421,10 +423,9 @@ def _model_lines(config: MergeConfiguration, checkpoints: Checkpoints) -> Iterat
     for model, checkpoint in checkpoints.items():
         role = "base" if model == config.base_model else "expert"
         dtypes = sorted({header.dtype for header in checkpoint.headers.values()})
-        precision, size = checkpoint.precision, checkpoint.config.get("vocab_size")
-        values = f" with {precision} values" if precision and precision not in dtypes else ""
+        size = checkpoint.config.get("vocab_size")
         vocabulary = f", vocabulary {size}" if size else ""
         yield (
             f"{role:>6}  {model}: {len(checkpoint.headers)} tensors, {in_bytes(checkpoint.bytes)}, "
-            f"{', '.join(dtypes) or 'unknown dtype'}{values}{vocabulary}"
+            f"{', '.join(dtypes) or 'unknown dtype'}{vocabulary}"
         )

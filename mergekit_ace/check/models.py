@@ -57,11 +57,11 @@ def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
     wanted = safetensors_dtype(config.dtype)
     for model, checkpoint in checkpoints.items():
         yield from _check_quantised(checkpoint)
-        precision = checkpoint.precision or main[model]
-        known = main[model] in FLOATING and wanted
-        if known and torch.promote_types(DTYPES[wanted], DTYPES[precision]) != DTYPES[wanted]:
+        own = main[model]
+        known = own in FLOATING and wanted
+        if known and torch.promote_types(DTYPES[wanted], DTYPES[own]) != DTYPES[wanted]:
             yield Finding.warning(
-                f"`dtype: {config.dtype}` rounds {model}, stored as {precision}, too early",
+                f"`dtype: {config.dtype}` rounds {model}, stored as {own}, too early",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
             )
     if not config.dtype and len(set(main.values())) > 1:
@@ -307,15 +307,6 @@ def check_adapters(
             yield Finding.warning(
                 f"the adapter {lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
-            )
-        elif (
-            settings.get("revision") not in (None, "main", model.model.revision)
-            and not Path(model.model.path).is_dir()
-        ):
-            trained = settings["revision"]
-            yield Finding.warning(
-                f"the adapter {lora} was trained on revision {trained} of {model.model.path}",
-                f"write {model.model.path}@{trained}+{lora}",
             )
     if adapted and merged_first and not options.lora_merge_cache:
         names = listed([str(lora) for _, lora in adapted])

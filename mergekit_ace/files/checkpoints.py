@@ -164,11 +164,6 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({Path(header.file) for header in read_headers(folder).values()})
 
 
-def adapter_files(folder: Path) -> list[Path]:
-    """Return the file that holds the weights of an adapter, in a list."""
-    return [_main_file(folder, ("adapter_model.safetensors",))]
-
-
 def check_model_folder(folder: Path) -> None:
     """Check config, weights and tokenizer of a model, by headers alone; nothing beside them."""
     from transformers import CONFIG_MAPPING
@@ -191,10 +186,12 @@ def check_model_folder(folder: Path) -> None:
             read_json(folder / name)
 
 
-def check_adapter_folder(folder: Path) -> None:
-    """Check config and weights of an adapter."""
+def check_adapter_folder(folder: Path) -> Path:
+    """Check config and weights of an adapter; return the file that holds the weights."""
     read_json(folder / "adapter_config.json")
-    read_file_header(*adapter_files(folder))
+    file = _main_file(folder, ("adapter_model.safetensors",))
+    read_file_header(file)
+    return file
 
 
 def existing_folder(path: str) -> Path | None:
@@ -246,8 +243,11 @@ def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
         ) from error
 
 
-def find_on_hub(model: ModelReference) -> None:
-    """Raise a `FileError` unless what is no folder here is in the Hub's cache, or there."""
-    for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
-        if part is not None and not Path(part.path).is_dir():
-            hub_file(part, name, cached=True)
+def check_references(models: Sequence[ModelReference]) -> None:
+    """Raise a `FileError` for the first that is damaged, or neither here nor on the Hub."""
+    for model in models:
+        check_reference(model)
+    for model in models:
+        for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
+            if part is not None and not Path(part.path).is_dir():
+                hub_file(part, name, cached=True)

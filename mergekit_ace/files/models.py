@@ -6,7 +6,6 @@ Also the files beside weights and config that mergekit leaves out of most result
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,12 +22,10 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
-from safetensors import safe_open
 
 from mergekit_ace.files.checkpoints import (
     DTYPE_NAMES,
     DTYPES,
-    FLOATING,
     TensorHeader,
     check_reference,
     existing_folder,
@@ -58,7 +55,6 @@ _PROCESSORS = (
 READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
 # What mergekit copies with a tokenizer that it takes as it is.
 _COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
-_SAMPLED_ENTRIES = 2**18  # of a matrix, to tell the precision of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -137,37 +133,8 @@ class Checkpoint:
             return None
         return TensorHeader(DTYPE_NAMES.get(packed.dtype, "F32"), tuple(packed.shape), "")
 
-    @cached_property
-    def precision(self) -> str:
-        """The precision that the values have, by two matrices; empty if unknown.
-
-        A checkpoint that was widened when it was saved still has the values of a narrower dtype.
-        """
-        sizes = sorted(
-            (header.entries, name)
-            for name, header in self.headers.items()
-            if header.dtype in FLOATING and len(header.shape) > 1 and header.entries
-        )
-        if not sizes or self.folder is None or self.quantised:
-            return ""
-        dtypes = set()
-        for _, name in (sizes[-1], sizes[len(sizes) // 2]):
-            header = self.headers[name]
-            rows = 1 + _SAMPLED_ENTRIES // math.prod(header.shape[1:])
-            with safe_open(header.file, framework="pt") as file:
-                dtypes.add(_coarsest_dtype(file.get_slice(name)[:rows]))
-        return DTYPE_NAMES[min(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
-
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
-
-
-def _coarsest_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the coarsest dtype that holds every value of a tensor."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
-            return dtype
-    return tensor.dtype
 
 
 def empty_tensor(header: TensorHeader) -> torch.Tensor:

@@ -142,8 +142,3 @@ def differences(one: Any, other: Any, free: Set[Key] = frozenset(), path: Key = 
         names = list(dict.fromkeys([*one, *other]))
         return [d for n in names for d in differences(one.get(n), other.get(n), free, (*path, n))]
     return [] if one == other else [".".join(path)]
-
-
-def with_prefix(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Return the entries whose names start with `prefix`, without it."""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

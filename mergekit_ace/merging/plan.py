@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 import yaml
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, read_adapters
-from mergekit_ace.check.check import Treatment, check_labels, check_merge, treat_unplanned
+from mergekit_ace.check.check import Treatment, check_merge, plan_whole
+from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
@@ -29,9 +28,6 @@ from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import (
     PlannedMerge,
-    UnplannedTensor,
-    check_inputs,
-    plan_merge,
     read_merge_config,
 )
 
@@ -42,14 +38,6 @@ _FREE_FLAGS = set(
     transformers_cache lora_merge_cache
     """.split()
 )
-
-
-class OrderedConfiguration(MergeConfiguration):
-    """A configuration that lists its models by their names: mergekit's order is one of chance."""
-
-    def referenced_models(self) -> list[ModelReference]:
-        """Return all models, in the order of their names."""
-        return sorted(super().referenced_models(), key=str)
 
 
 @dataclass(frozen=True)
@@ -75,11 +63,10 @@ def plan_run(
         findings = check_merge(path, options, unplanned=settings.unplanned).findings
         if errors := shown_errors(findings, quiet=options.quiet):
             raise ConfigError(f"{errors}\nNothing was merged; --no-check leaves this check out")
-    _, source = read_merge_config(path)
-    config = OrderedConfiguration.model_validate(yaml.safe_load(source))
+    config, source = read_merge_config(path)
     cache, models = LoaderCache(), config.referenced_models()
     cache.setup(options)
-    check_inputs(config)
+    check_references(models)
     adapters = read_adapters(models)
     for model, adapter in adapters.items():
         adapter.check_ties()
@@ -88,23 +75,16 @@ def plan_run(
     folders = {model: Path(cache.get(model).index.base_path) for model in models}
     checkpoints = {model: checkpoint_of(model, folder) for model, folder in folders.items()}
     open_quantised(checkpoints)
-
-    def plan_with(unplanned: Sequence[UnplannedTensor]) -> PlannedMerge:
-        plan = plan_merge(config, source, options, unplanned, checkpoints=checkpoints, as_run=True)
-        saves = {
-            name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
-            for name, save in plan.saves.items()
-        }
-        return replace(plan, saves=saves)
-
-    plan = plan_with(())
-    extra, findings = treat_unplanned(plan, checkpoints, settings.unplanned)
-    if extra:
-        plan = plan_with(extra)
-    findings += check_labels(plan, settings.unplanned)
+    plan, findings = plan_whole(
+        config, source, options, checkpoints, settings.unplanned, as_run=True
+    )
     if errors := shown_errors(findings, quiet=settings.strict or options.quiet):
         raise ConfigError(f"{errors}\nNothing was merged")
-    return plan, checkpoints
+    saves = {
+        name: save.model_copy(update={"tensor_task": use_adapters(save.tensor_task, adapters)})
+        for name, save in plan.saves.items()
+    }
+    return replace(plan, saves=saves), checkpoints
 
 
 def _check_places(model: ModelReference, adapter: Adapter) -> None:

@@ -21,6 +21,7 @@ from mergekit_ace.check.loading import (
     quiet_transformers,
     verify_model,
 )
+from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked, write_text
 from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, complete_model
@@ -30,7 +31,7 @@ from mergekit_ace.merging.workers import Compute, find_workers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.base import flush_notices, notice
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.planning import PlannedMerge, check_inputs
+from mergekit_ace.planning import PlannedMerge
 
 
 def run_shards(
@@ -134,7 +135,9 @@ def _compute(
     with bar, closing(compute(todo, bar)) as results:
         for shard, result in results:
             if result.error:
-                check_inputs(plan.config)  # names the file, where one is the cause
+                check_references(
+                    plan.config.referenced_models()
+                )  # names the file, where one is the cause
                 raise ConfigError(
                     f"{shard.file}: {result.error}\nWhat is finished is kept: give the same "
                     "command again once the cause is gone. If a model or the config has to change "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.learner import Learner, LearnerConfig
 from mergekit_ace.files.checkpoints import check_content
-from mergekit_ace.files.saving import read_once, save_tensors, with_prefix
+from mergekit_ace.files.saving import read_once, save_tensors
 from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.naming import FileError
 
@@ -122,7 +122,10 @@ class CoefficientFile:
             if {name: metadata.get(name) for name in FORMAT} == FORMAT:
                 contents = Contents.model_validate_json(metadata["contents"])
                 own = {name: tensors[name] for name in _TENSORS}
-                return cls(contents, learner_state=with_prefix(tensors, "learner."), **own)
+                prefix = "learner."
+                found = {name: t for name, t in tensors.items() if name.startswith(prefix)}
+                state = {name.removeprefix(prefix): t for name, t in found.items()}
+                return cls(contents, learner_state=state, **own)
         except (FileError, SafetensorError, KeyError, ValueError) as error:
             raise FileError(
                 f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "

@@ -33,6 +33,7 @@ from mergekit_ace.algebra.inspection import (
 )
 from mergekit_ace.algebra.task_vectors import TensorRecord, as_matrices, task_vector
 from mergekit_ace.check.models import check_dtypes, check_tensors
+from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text
@@ -50,7 +51,6 @@ from mergekit_ace.naming import ConfigError, listed, natural_order, without_numb
 from mergekit_ace.planning import (
     PlannedMerge,
     PlannedTensor,
-    check_inputs,
     plan_merge,
     read_merge_config,
 )
@@ -128,7 +128,7 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
             f"inspect compares full models, and {listed(adapters)} are adapters; add "
             "--lora-merge-cache DIR --lora-merge-dtype float32, to merge them into their base there"
         )
-    check_inputs(config)
+    check_references(config.referenced_models())
     LoaderCache().setup(options)
     open_quantised(config.referenced_models())
     plan = plan_merge(config, source, options)

@@ -26,8 +26,7 @@ from mergekit_ace.check.loading import quiet_transformers
 from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
     check_model_folder,
-    check_reference,
-    find_on_hub,
+    check_references,
     read_json,
     weight_files,
 )
@@ -138,17 +137,13 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
     """Return the folder of a model: itself, downloaded, or with its adapter in `adapters`."""
     parsed = ModelReference.model_validate(reference)
-    check_reference(parsed)
-    find_on_hub(parsed)
+    check_references([parsed])
     folder, revision = parsed.model.path, parsed.model.revision
     if parsed.lora:
         folder = _with_adapter(parsed, adapters, trust_remote_code)
     if not os.path.exists(folder):
         folder = snapshot_download(folder, revision=revision, allow_patterns=_NEEDED)
     check_model_folder(Path(folder))  # what was downloaded, too
-    if weight_files(Path(folder))[0].suffix != ".safetensors":
-        said = f"model {reference} has no safetensors files; load and save it by transformers"
-        raise ConfigError(said)
     return folder
 
 

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 from checkpoints import ace_config
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
@@ -40,26 +36,6 @@ def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:
         told[level] += line.replace(f"{folder}/", "").replace("    → ", " → ") + "\n"
     assert result.exit_code == bool(told["error"]), result.output
     return {level: text.replace("\n →", " →") for level, text in told.items()}
-
-
-def rewrite(path: str | Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a model."""
-    file = Path(path) / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, {"format": "pt"})
-
-
-def add(path: str | Path, **tensors: Tensor) -> None:
-    """Add tensors to a model; a double underscore in a name stands for a dot."""
-    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    rewrite(path, lambda stored: stored.update(named))
-
-
-def configure(path: str | Path, **changes: object) -> None:
-    """Change `config.json` of a model."""
-    file = Path(path) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def save_tokenizer(path: str | Path, words: list[str]) -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from catalogue import NOTHING, findings, rewrite, save_tokenizer
-from checkpoints import ace_config, save_family, tiny_llama
+from catalogue import NOTHING, findings, save_tokenizer
+from checkpoints import ace_config, rewrite, save_family, tiny_llama
 from click.testing import CliRunner
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
@@ -79,7 +79,6 @@ def test_experts_that_are_packed_in_memory(tmp_path):
 
 def test_the_verdict_for_people(tmp_path, paths):
     path = tmp_path / "a.yml"
-    rewrite(paths[1], lambda t: t.update({n: x.bfloat16().float() for n, x in t.items()}))
     path.write_text(yaml.safe_dump(ace_config(paths)))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert result.exit_code == 0
@@ -87,8 +86,7 @@ def test_the_verdict_for_people(tmp_path, paths):
     assert starts == ["nothing", "work", "memory", "disk", "method", "base", "expert", "expert"]
     assert "nothing to complain about" in result.output
     assert "method  ACE-Merging: Solves" in result.output
-    assert f"{paths[1]}: 21 tensors" in result.output
-    assert "F32 with BF16 values" in result.output
+    assert f"{paths[1]}: 21 tensors, 72.3 kB, F32" in result.output
     path.write_text(yaml.safe_dump(ace_config(paths, parameters={"epsilom": 1})))
     result = CliRunner().invoke(main, ["check", str(path)])
     assert result.exit_code == 1
@@ -191,16 +189,3 @@ def test_a_tokenizer_that_was_not_downloaded_yet(tmp_path, paths, hub, monkeypat
     )
     config = ace_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
     assert "has no tokenizer" not in findings(tmp_path, config)["error"]
-
-
-@pytest.mark.parametrize(("trained", "told"), [("v2", True), ("v1", False), (None, False)])
-def test_adapters_of_another_revision_of_their_base(tmp_path, hub, trained, told):
-    hub()
-    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
-    settings = model.peft_config["default"]
-    settings.base_model_name_or_path, settings.revision = "org/expert", trained
-    model.save_pretrained(tmp_path / "adapter")
-    base = "org/expert@v1"
-    answer = findings(tmp_path, ace_config([base, f"{base}+{tmp_path / 'adapter'}"]))
-    expected = "was trained on revision v2 of org/expert → write org/expert@v2+"
-    assert (expected in answer["warning"].replace("\n", "")) == told

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from catalogue import add, configure, findings, rewrite
-from checkpoints import LLAMA, ace_config, save_family, tiny_llama
+from catalogue import findings
+from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from test_architectures import MODELS, SAVE

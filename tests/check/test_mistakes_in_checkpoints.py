@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import NAMES, add, configure, family_config, findings, rewrite, save_tokenizer
-from checkpoints import fine_tuned, tiny_llama
+from catalogue import NAMES, family_config, findings, save_tokenizer
+from checkpoints import add, configure, fine_tuned, rewrite, tiny_llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor

@@ -88,12 +88,14 @@ def test_a_config_of_another_kind_is_told_as_such(here, name):
 
 
 @pytest.mark.parametrize("flags", [("--device", "nowhere"), ("--device", "cuda:99"), ("--cuda",)])
-def test_a_device_that_is_not_there(here, monkeypatch, flags):
+@pytest.mark.parametrize("name", ["train", "merge"])
+def test_a_device_that_is_not_there(here, monkeypatch, name, flags):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    Path("config.yml").write_text(CONFIGS["train"])
-    said = invoke("train", "config.yml", "out", *flags)
+    Path("config.yml").write_text(CONFIGS[name])
+    said = invoke(name, "config.yml", "out", *flags)
     assert said.exit_code == 1
     assert "torch cannot compute on" in said.output
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

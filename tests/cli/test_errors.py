@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from checkpoints import ace_config, save_family, tiny_llama
+from checkpoints import ace_config, rewrite, save_family, tiny_llama
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from safetensors.torch import load_file, save_file
@@ -24,13 +22,6 @@ def no_reading(monkeypatch):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(LazyTensorLoader, "get_tensor", fail)
-
-
-def edit(path: str, name: str, change) -> None:
-    file = Path(path) / "model.safetensors"
-    tensors = load_file(file)
-    tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, file, {"format": "pt"})
 
 
 WRONG = [
@@ -87,11 +78,7 @@ def test_another_vocabulary_without_a_tokenizer_setting(llamas, mergekit_yaml):
 def test_nan_and_inf(llamas, mergekit_yaml, tmp_path, bad, member):
     name = "model.layers.0.self_attn.q_proj.weight"
 
-    def spoil(tensor):
-        tensor.view(-1)[3] = bad
-        return tensor
-
-    edit(llamas[member], name, spoil)
+    rewrite(llamas[member], lambda tensors: tensors[name].view(-1)[3:4].fill_(bad))
     config = ace_config(llamas, parameters={"weight": 0.0 if member else 1.0})
     # a shard per tensor: what is merged is written at once
     with pytest.raises(ValueError, match="contains NaN or Inf") as caught:

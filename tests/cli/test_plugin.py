@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from importlib.resources import files
@@ -58,12 +57,6 @@ def test_versions_of_mergekit(monkeypatch, capsys, version, works):
     for line in errors:
         assert f"mergekit {version} is installed" in line
         assert "works with mergekit>=0.1.5,<0.2" in line
-
-
-def test_the_host_keeps_its_own_loader():
-    assert merge_methods.__loader__ is merge_methods.__spec__.loader
-    assert "exec_module" not in vars(merge_methods.__loader__)
-    assert importlib.util.find_spec("mergekit.merge_methods").origin == merge_methods.__file__
 
 
 def test_lives_with_another_finder_of_its_kind(monkeypatch):

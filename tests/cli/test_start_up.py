@@ -52,37 +52,29 @@ def test_as_it_should_be(packages):
     assert start(packages, MERGEKIT, LOADED) == (["ready", "known"], [])
 
 
-FAILURES = (
-    "def broken(:\n",
-    "raise RuntimeError('no\\nluck')\n",
-    "raise BaseException('odd')\n",
-)
+FAILURES = {
+    "no Python": "def broken(:\n",
+    "an error": "raise RuntimeError('no\\nluck')\n",
+    "something odd": "raise BaseException('odd')\n",
+    "gone": None,  # after an upgrade that was interrupted
+}
+REMOVE = "import shutil; shutil.rmtree(sys.argv[1] + '/mergekit_ace')"
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("module", ["__init__.py", "plugin.py"])
-def test_a_module_that_fails(packages, module, failure):
-    (packages / "mergekit_ace" / module).write_text(failure)
-    shown, errors = start(packages, LOADED, MERGEKIT)
+def test_a_module_that_fails_is_one_line(packages, module, failure):
+    path, text = packages / "mergekit_ace" / module, FAILURES[failure]
+    path.write_text(text) if text else path.unlink()
+    shown, (line,) = start(packages, LOADED, MERGEKIT)
     assert shown == ["ready"]
-    (line,) = errors
     assert line.startswith("mergekit-ace: warning: ")
 
 
-@pytest.mark.parametrize("module", ["plugin.py", ""])
-def test_a_module_that_is_gone(packages, module):
-    """After an upgrade that was interrupted; without a name, the whole package."""
-    path = packages / "mergekit_ace" / module
-    path.unlink() if module else shutil.rmtree(path)
-    shown, errors = start(packages, LOADED, MERGEKIT)
-    assert shown == ["ready"]
-    (line,) = errors
-    assert line.startswith("mergekit-ace: warning: ")
-
-
-def test_uninstalled_while_a_process_runs(packages):
-    remove = "import shutil; shutil.rmtree(sys.argv[1] + '/mergekit_ace')"
-    shown, errors = start(packages, LOADED, remove, MERGEKIT)
+@pytest.mark.parametrize("steps", [(REMOVE, LOADED), (LOADED, REMOVE)])
+def test_a_package_that_is_gone(packages, steps):
+    """Before a process starts, or while it runs."""
+    shown, errors = start(packages, *steps, MERGEKIT)
     assert shown == ["ready"]
     assert len(errors) == 1
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from checkpoints import ace_config
 from click.testing import CliRunner
@@ -22,7 +21,7 @@ from families import llama_family
 from safetensors.torch import load_file, save_file
 
 from mergekit_ace.cli import main
-from mergekit_ace.files.checkpoints import check_adapter_folder, weight_files
+from mergekit_ace.files.checkpoints import check_adapter_folder
 from mergekit_ace.naming import FileError
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
@@ -112,14 +111,14 @@ def config(**values) -> Change:
     return change
 
 
-def without_weights(beside: str = "", content: bytes = b"{}") -> Change:
-    """No weights, but perhaps another file, or a link to nowhere."""
+def without_weights(beside: str, content: bytes = b"{}") -> Change:
+    """No weights, but another file, or a link to nowhere."""
 
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
         if beside == "model.safetensors":
             (folder / beside).symlink_to("../blob")
-        elif beside:
+        else:
             (folder / beside).write_bytes(content)
 
     return change
@@ -148,11 +147,6 @@ def become_file(folder: Path) -> None:
     folder.write_text("{}")
 
 
-def become_empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
 CODE = b"cposix\nsystem\n(S'touch executed'\ntR."
 NO_TENSORS = struct.pack("<Q", 2) + b"{}"
 DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
@@ -163,7 +157,6 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no tensors": (replace("model.safetensors", NO_TENSORS), ("expert0 holds no tensors", AGAIN)),
     "shape of other bytes": (other_shape, (WEIGHTS, "invalid shape, data type", AGAIN)),
     "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
-    "no weights": (without_weights(), ("expert0 holds no weights", "again")),
     "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
     "an adapter": (without_weights("adapter_config.json"), ("it is an adapter", "write BASE+")),
     "shards without index": (without_weights(SHARDS[0]), ("holds no weights", SHARDS[0], INDEX)),
@@ -195,7 +188,6 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "lost shard": (sharded(lambda f, _: (f / SHARDS[1]).unlink()), (SHARDS[1], "missing", "again")),
     "no folder": (shutil.rmtree, ("there is no folder", "expert0", "correct the name")),
     "folder that is a file": (become_file, ("there is no folder", "expert0", "correct the name")),
-    "empty folder": (become_empty, ("expert0 holds no weights", "again")),
 }
 
 
@@ -239,14 +231,6 @@ def test_adapters(tmp_path, content, message):
         (tmp_path / name).write_text(text)
     with pytest.raises(FileError, match=message):
         check_adapter_folder(tmp_path)
-
-
-def test_weight_files(family):
-    base = family / "base"
-    assert [path.name for path in weight_files(base)] == ["model.safetensors"]
-    sharded()(base)
-    save_file({"a": torch.ones(2)}, base / "adapter_model.safetensors")
-    assert [path.name for path in weight_files(base)] == list(SHARDS)
 
 
 def test_names_of_folders(family, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import yaml
 from checkpoints import fine_tuned, save_family, tiny_llama
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -68,13 +68,6 @@ def linear(paths: list[str], **config) -> dict:
 def write_config(path: Path, config: dict) -> Path:
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def change_tensors(path: str, **changed: torch.Tensor) -> None:
-    """Add or replace tensors of a model in one file; a double underscore stands for a dot."""
-    file = Path(path, "model.safetensors")
-    named = {name.replace("__", "."): tensor for name, tensor in changed.items()}
-    save_file({**load_file(file), **named}, file, {"format": "pt"})
 
 
 def command(*arguments: object, code: int = 0) -> str:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import LLAMA, ace_config, save_family, tiny_llama
+from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sharded import (
     SHARDS,
-    change_tensors,
     command,
     linear,
     refusal,
@@ -57,21 +56,9 @@ def save_talkers(folder: Path, model) -> list[str]:
     return paths
 
 
-def configure(path: str, **changes: object) -> None:
-    file = Path(path, "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def built(name: str):
     torch.manual_seed(0)
     return MODELS[name][0]()
-
-
-def test_a_device_that_is_not_there(tmp_path, paths):
-    config = write_config(tmp_path / "merge.yml", ace_config(paths))
-    text = refusal(config, tmp_path / "out", "--device", "cuda:99")
-    assert "Error: torch cannot compute on 'cuda:99' here: " in text
-    assert not (tmp_path / "out").exists()
 
 
 def test_errors_end_it_before_it_starts(tmp_path, paths):
@@ -105,15 +92,6 @@ def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path):
     assert Manifest.read(out).complete
 
 
-def test_what_the_base_lacks_the_result_may_lack(tmp_path, paths):
-    """A backbone without the head that its config names is such a model."""
-    for path in paths:
-        file = Path(path, "model.safetensors")
-        kept = {name: t for name, t in load_file(file).items() if name != "lm_head.weight"}
-        save_file(kept, file, {"format": "pt"})
-    command(write_config(tmp_path / "merge.yml", linear(paths)), tmp_path / "merged")
-
-
 def test_more_layers_of_two_kinds(tmp_path):
     """mergekit-yaml fails over these at its very end."""
     kinds = ["full_attention", "sliding_attention"]
@@ -140,7 +118,7 @@ def test_heads_that_experts_of_a_tied_base_store(tmp_path, moved, flags):
     for seed, path in enumerate(paths[1:]):
         noise = torch.randn(40, 32, generator=torch.Generator().manual_seed(seed))
         tied = load_file(Path(path, "model.safetensors"))[EMBEDDING]
-        change_tensors(path, lm_head__weight=tied + moved * noise)
+        add(path, lm_head__weight=tied + moved * noise)
     config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
     command(config, out, *flags)
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is (moved == 0)
@@ -161,9 +139,8 @@ def test_tensors_that_all_models_keep_in_float32(tmp_path, paths):
     """Nobody has changed them, and they are in the result bit for bit."""
     norm = torch.rand(32, generator=torch.Generator().manual_seed(1))
     for path in paths:
-        file = Path(path, "model.safetensors")
-        tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
-        save_file({**tensors, "model.norm.weight": norm}, file, {"format": "pt"})
+        rewrite(path, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
+        add(path, model__norm__weight=norm)
     settings = ace_config(paths, dtype="bfloat16", out_dtype="bfloat16")
     command(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
