@@ -343,7 +343,7 @@ class HeaderPlanner(MergePlanner):
         than the base's are the base's.
         """
         weights = dict(zip(models, weights_in, strict=True))
-        if weight.optional and not self._is_stored(weights):
+        if weight.optional and not any(map(_is_stored, models, weights_in)):
             return
         known = [model for model in models if model in self.checkpoints]
         found = {model: self.checkpoints[model].source(weights[model]) for model in known}
@@ -390,17 +390,6 @@ class HeaderPlanner(MergePlanner):
         copier.plan_tensor(weight, [source], [model], _reader(copier, 0.0))
         return copier._tensors.pop()
 
-    def _is_stored(self, weights: Mapping[ModelReference, WeightInfo]) -> bool:
-        """Tell whether a model has a tensor, or one that is packed or tied into it."""
-        for model, weight in weights.items():
-            stored = LoaderCache().get(model).index.tensor_paths
-            if not stored.keys().isdisjoint((weight.name, *(weight.aliases or ()))):
-                return True
-        if any(weight.tied_names for weight in weights.values()):
-            return False
-        known = [model for model in weights if model in self.checkpoints]
-        return any(self.checkpoints[model].source(weights[model]) for model in known)
-
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
         labels = [(self.checkpoints[model].labels,) for model in headers]
@@ -428,6 +417,11 @@ class HeaderPlanner(MergePlanner):
         others = (result, *(DTYPES[name] for name in main))
         wider = all(torch.promote_types(other, dtype) != other for other in others)
         return own if wider else None
+
+
+def _is_stored(model: ModelReference, weight: WeightInfo) -> bool:
+    stored = LoaderCache().get(model).index.tensor_paths
+    return any(name in stored for name in (weight.name, *(weight.aliases or ())))
 
 
 def _reader(planner: HeaderPlanner, depth: float) -> ConfigReader:

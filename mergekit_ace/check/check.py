@@ -11,14 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mergekit.architecture.base import ConfiguredModelArchitecture
-from mergekit.architecture.conversion import _expanded_target_keys
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_ace.check.models import (
     CHECKS,
@@ -337,7 +335,7 @@ def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Findi
 
 
 def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str]) -> list[str]:
-    """Return the tensors of a checkpoint that mergekit neither knows, nor packs into what it plans.
+    """Return the tensors of a checkpoint that mergekit does not know.
 
     It knows all weights of the architecture, also of layers that are not merged. `ties` are names
     in memory of what is tied to something else.
@@ -351,29 +349,14 @@ def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str])
     except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
         known = []
     names = {name for weight in (*known, *planned) for name in names_of(weight)}
-    packed = {name for w in planned if not names_of(w) & stored.keys() for name in names_of(w)}
-    kind = checkpoint.config.get("model_type")
-    transforms = get_checkpoint_conversion_mapping(kind) if packed and kind else None
     return [
         name
         for name in stored
         if name not in names
-        and not _conversions(name, transforms or ()) & packed
         and not any(name.endswith(key) or key.endswith(name) for key in ties)
         and not BUFFER.search(name)
         and _is_floating(checkpoint.headers.get(name))
     ]
-
-
-def _conversions(name: str, transforms: Sequence[Any]) -> set[str]:
-    """Return the names in memory that mergekit makes of a stored tensor, or of parts like it."""
-    names = {name}
-    for transform in transforms:
-        for known in tuple(names):
-            renamed, pattern = transform.rename_source_key(known)
-            if pattern is not None:
-                names |= {renamed, *_expanded_target_keys(renamed, transform.target_patterns)}
-    return names
 
 
 def _is_floating(header: TensorHeader | None) -> bool:

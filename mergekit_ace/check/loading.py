@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from mergekit.common import ModelPath, ModelReference
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.files.checkpoints import read_headers
-from mergekit_ace.files.models import empty_tensor
+from mergekit_ace.files.checkpoints import DTYPES, read_headers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import ConfigError, listed, without_numbers
 
@@ -48,14 +48,17 @@ def verify_model(
 def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
     """Load a checkpoint without its values by transformers; return names by what is wrong."""
     config = model.config(trust_remote_code=trust_remote_code)
-    headers = read_headers(folder)
+    empty = {
+        name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
+        for name, header in read_headers(folder).items()
+    }
     try:
         kind: Any = model_class(config, trust_remote_code)
         with quiet_transformers():
             _, info = kind.from_pretrained(
                 None,
                 config=config,
-                state_dict={name: empty_tensor(header) for name, header in headers.items()},
+                state_dict=empty,
                 device_map="meta",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,

@@ -10,22 +10,18 @@ import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from mergekit.architecture import WeightInfo
-from mergekit.architecture.conversion import convert_checkpoint_tensors
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_ace.files.checkpoints import (
-    DTYPE_NAMES,
-    DTYPES,
     TensorHeader,
     check_reference,
     existing_folder,
@@ -33,7 +29,7 @@ from mergekit_ace.files.checkpoints import (
     read_headers,
 )
 from mergekit_ace.files.quantised import find_quantisation
-from mergekit_ace.naming import FileError, layer_of
+from mergekit_ace.naming import FileError
 
 GENERATION = "generation_config.json"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -66,7 +62,6 @@ class Checkpoint:
     index: ShardedTensorIndex
     headers: Mapping[str, TensorHeader]
     quantised: str = ""  # method of what is dequantised when read: headers are of the result
-    _packed: dict[str, TensorHeader | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -107,40 +102,12 @@ class Checkpoint:
         return next((name for name, _ in self.entries_by_dtype.most_common(1)), "")
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
-        """Return what mergekit reads for a planned tensor; None where there is nothing of it.
-
-        It is stored so, or packed from several stored tensors as transformers has it in memory.
-        """
-        names = (weight.name, *(weight.aliases or ()))
-        for name in (*names, *(weight.tied_names or ())):
-            if name in self.headers:
-                return self.headers[name]
-        for name in names:
-            if name not in self._packed:
-                self._packed[name] = self._pack(name)
-        return next((self._packed[name] for name in names if self._packed[name]), None)
-
-    def _pack(self, name: str) -> TensorHeader | None:
-        """Pack tensors without entries; of its layer only, as there may be ten thousands."""
-        layer = layer_of(name)
-        near = [n for n in self.headers if layer is None or layer_of(n) == layer]
-        parts = {n: empty_tensor(self.headers[n]) for n in near or self.headers}
-        try:
-            packed = convert_checkpoint_tensors(self.config.get("model_type"), parts, name)
-        except Exception:  # parts that do not fit together, which mergekit will say
-            return None
-        if packed is None:
-            return None
-        return TensorHeader(DTYPE_NAMES.get(packed.dtype, "F32"), tuple(packed.shape), "")
+        """Return what mergekit reads for a planned tensor; None where there is nothing of it."""
+        names = (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+        return next((self.headers[name] for name in names if name in self.headers), None)
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]
-
-
-def empty_tensor(header: TensorHeader) -> torch.Tensor:
-    """Return a tensor of that shape and dtype without entries in memory."""
-    dtype = DTYPES.get(header.dtype, torch.float32)
-    return torch.empty(header.shape, dtype=dtype, device="meta")
 
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
