@@ -26,11 +26,7 @@ from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
-from mergekit_ace.files.checkpoints import (
-    DTYPES,
-    FLOATING,
-    TensorHeader,
-)
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader
 from mergekit_ace.files.models import Checkpoints, config_donor
 from mergekit_ace.methods.architecture import find_architecture, stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings

@@ -82,12 +82,10 @@ class Preflight:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error."""
         return all(finding.level != "error" for finding in self.findings)
 
     @property
     def text(self) -> str:
-        """All of it, for people."""
         errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "nothing to complain about: the merge may start"
         if self.findings:

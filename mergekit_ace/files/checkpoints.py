@@ -50,12 +50,10 @@ class TensorHeader:
 
     @property
     def entries(self) -> int:
-        """The number of entries."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """The bytes on disk."""
         return self.entries * item_size(self.dtype)
 
 

@@ -85,7 +85,6 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(header.bytes for header in self.headers.values())
 
     @cached_property

@@ -109,7 +109,6 @@ class DequantisingLoader(LazyTensorLoader):
         aliases: list[str] | None = None,
         raise_on_missing: bool = True,
     ) -> Tensor | None:
-        """Read a tensor; see mergekit's loader."""
         names = [key, *(aliases or ())]
         known = next((name for name in names if name in self.quantisation.sources), None)
         if known is None:
@@ -119,7 +118,6 @@ class DequantisingLoader(LazyTensorLoader):
         return self.quantisation.dequantise(*parts)
 
     def flush(self) -> None:
-        """Close the file that is open."""
         self.stored.flush()
 
 

@@ -26,10 +26,7 @@ from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.parameters import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
-from mergekit_ace.planning import (
-    PlannedMerge,
-    read_merge_config,
-)
+from mergekit_ace.planning import PlannedMerge, read_merge_config
 
 # Flags that change neither a tensor nor which files there are.
 _FREE_FLAGS = set(

@@ -16,11 +16,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from mergekit_ace.check.check import estimate_merge
-from mergekit_ace.check.loading import (
-    merged_model,
-    quiet_transformers,
-    verify_model,
-)
+from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked, write_text

@@ -44,7 +44,6 @@ class Shard:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(self.sizes.values())
 
 
@@ -179,10 +178,9 @@ def _prepare_save(save: SaveTensor, folder: Path, reports: dict[str, Path]) -> C
 
 
 class CheckedSave(SaveTensor):
-    """mergekit's task that writes a tensor, for finite entries alone."""
+    """mergekit's task that writes a tensor; a `ConfigError` where NaN or Inf would be written."""
 
     def execute(self, writer: TensorWriter, tensor: torch.Tensor | None) -> None:
-        """Write a tensor; NaN or Inf in the dtype in which it is written raise a `ConfigError`."""
         if tensor is not None and tensor.is_floating_point():
             dtype = dtype_from_name(self.dtype) or tensor.dtype
             if not is_finite(tensor.to(dtype)):

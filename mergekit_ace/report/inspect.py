@@ -48,12 +48,7 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.lookup import MeasuredLookup
 from mergekit_ace.methods.report_lines import Record, tensor_record
 from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
-from mergekit_ace.planning import (
-    PlannedMerge,
-    PlannedTensor,
-    plan_merge,
-    read_merge_config,
-)
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge, read_merge_config
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.record import Report, summarize
 

@@ -17,10 +17,7 @@ from safetensors.torch import load_file
 from test_architectures import MODELS, VISION
 from test_mistakes import each, first, listing, method, modules, parameters, slices, top
 from test_mistakes_in_checkpoints import Make, adapter, words
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-)
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from mergekit_ace.plugin import our_methods
 

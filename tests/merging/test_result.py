@@ -17,14 +17,7 @@ import torch
 from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from sharded import (
-    SHARDS,
-    command,
-    linear,
-    refusal,
-    save_tokenizer,
-    write_config,
-)
+from sharded import SHARDS, command, linear, refusal, save_tokenizer, write_config
 from test_architectures import MODELS
 from transformers import (
     AutoModelForCausalLM,
