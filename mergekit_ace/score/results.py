@@ -38,32 +38,27 @@ class Scores:
         self.own = {name for name, one in experts if one.data is None and one.has_texts}
         self.own |= {"keep"} if config.keep is None else set()
         self.models = ["base", *names, *config.merges]
-        self.kept: dict[str, dict[str, Estimate | None]] = {}
-        self.mean_kept: dict[str, Estimate] = {}
-        self.forgot: dict[str, Estimate] = {}
         self.matches: dict[str, dict[str, Estimate]] = {}
         self.tasks: dict[str, dict[str, Sequence[Any]]] = {}
 
         def losses(exam: str, model: str) -> Any:
             return measured[f"{exam} / {model}"]["losses"]
 
-        for merge in config.merges:
-            self.kept[merge] = {
-                name: kept(losses(name, "base"), losses(name, name), losses(name, merge))
-                for name in names
-                if f"{name} / base" in measured
-            }
-            known = [one for one in self.kept[merge].values() if one is not None]
-            if known:
-                self.mean_kept[merge] = mean(known)
-            self.forgot[merge] = forgot(losses("keep", "base"), losses("keep", merge))
+        read = [name for name in names if f"{name} / base" in measured]
+        self.kept = {
+            merge: {name: kept(*(losses(name, m) for m in ("base", name, merge))) for name in read}
+            for merge in config.merges
+        }
+        known = {m: [one for one in own.values() if one] for m, own in self.kept.items()}
+        self.mean_kept = {merge: mean(shares) for merge, shares in known.items() if shares}
+        before = losses("keep", "base")
+        self.forgot = {merge: forgot(before, losses("keep", merge)) for merge in config.merges}
         for key, value in measured.items():
             exam, model = key.split(" / ", 1)
             if exam.startswith("task "):
                 self.tasks.setdefault(exam.removeprefix("task "), {})[model] = value
             elif "matches" in value:
-                share = share_of_matches(value["matches"])
-                self.matches.setdefault(exam, {})[model] = share
+                self.matches.setdefault(exam, {})[model] = share_of_matches(value["matches"])
 
     def summary(self) -> dict[str, Any]:
         """Return the figures as JSON has them: [value, standard error]."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import tiny_llama
-from click.testing import CliRunner
+from commands import command
 from imitated_gpu import GPU, imitated_gpu
 from peft_models import config_of, save_adapters
 from safetensors.torch import load_file
@@ -21,7 +21,6 @@ from mergekit_ace.adapters import command as adapter_command
 from mergekit_ace.adapters import merge as adapter_merge
 from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.cli import main
 
 METHODS = {"ace": {}, "linear": {"weight": 0.5}}
 
@@ -32,13 +31,11 @@ def family(tmp_path) -> list[str]:
     return save_adapters(tmp_path, tiny_llama, {**targets, "r": 3}, {**targets, "r": 2})
 
 
-def merge(config: dict, out: Path, command: str, *flags: object) -> dict[str, Tensor]:
+def merge(config: dict, out: Path, kind: str, *flags: object) -> dict[str, Tensor]:
     path = out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(config))
-    arguments = [command, str(path), str(out), "--quiet", *map(str, flags)]
-    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    if command == "merge":
+    command(kind, path, out, "--quiet", *flags)
+    if kind == "merge":
         return load_file(out / "model.safetensors")
     # signs of singular vectors are open: compare the products
     changes = read_adapter(str(out), tiny_llama().to("meta")).changes
@@ -52,18 +49,18 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("command", ["adapter", "merge"])
-def test_adapters(gpu, tmp_path, family, command, method):
+@pytest.mark.parametrize("kind", ["adapter", "merge"])
+def test_adapters(gpu, tmp_path, family, kind, method):
     config = config_of(family, method, **METHODS[method])
-    expected = merge(config, tmp_path / "cpu", command)
-    check(merge(config, tmp_path / "gpu", command, "--device", gpu), expected)
+    expected = merge(config, tmp_path / "cpu", kind)
+    check(merge(config, tmp_path / "gpu", kind, "--device", gpu), expected)
 
 
-@pytest.mark.parametrize("command", ["adapter", "merge"])
-def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
+@pytest.mark.parametrize("kind", ["adapter", "merge"])
+def test_full_devices(monkeypatch, tmp_path, caplog, family, kind):
     """There is room for what is on the GPU already, and nothing more."""
     config, merge_changes = config_of(family, "ace"), adapter_merge.merge_changes
-    expected = merge(config, tmp_path / "cpu", command)
+    expected = merge(config, tmp_path / "cpu", kind)
     with imitated_gpu(monkeypatch) as device:
 
         def beside_others(*arguments: Any, **named: Any) -> tuple[LowRank | None, float]:
@@ -75,6 +72,6 @@ def test_full_devices(monkeypatch, tmp_path, caplog, family, command):
 
         for module in (adapter_merge, adapter_command):
             monkeypatch.setattr(module, "merge_changes", beside_others)
-        found = merge(config, tmp_path / "gpu", command, "--device", GPU)
+        found = merge(config, tmp_path / "gpu", kind, "--device", GPU)
     check(found, expected)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import LLAMA, ace_config, fine_tuned, save_family, state, tiny_llama
-from click.testing import CliRunner, Result
+from commands import command
 from families import sentence, tokenizer, write_rows
 from filelock import FileLock
 from peft_models import train_by_chance
@@ -26,7 +26,6 @@ from transformers import (
 
 from mergekit_ace.calibration import calibrate as calibrate_module
 from mergekit_ace.calibration.layers import Calibration, SampleTeacher
-from mergekit_ace.cli import main
 from mergekit_ace.training.tasks import write_own_texts
 
 
@@ -60,23 +59,21 @@ def config(tmp_path) -> dict:
     return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
 
 
-def run(settings: dict, out: Path, *flags: str, config: Path | None = None) -> Result:
-    path = config or out.with_suffix(".yml")
+def run(settings: dict, out: Path, *flags: str, fails: bool = False) -> str:
+    path = out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(settings))
-    return CliRunner().invoke(main, ["calibrate", str(path), str(out), "--quiet", *flags])
+    return command("calibrate", path, out, "--quiet", *flags, fails=fails)
 
 
 def calibrated(settings: dict, out: Path, *flags: str) -> tuple[dict[str, torch.Tensor], str]:
     """The weights that come out, and the model card."""
-    result = run(settings, out, *flags)
-    assert result.exit_code == 0, result.output
+    run(settings, out, *flags)
     return state(LlamaForCausalLM, out)[1], (out / "README.md").read_text()
 
 
 def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ()) -> None:
-    result = run(settings, out, *flags)
-    assert result.exit_code == 1
-    assert [word for word in words if word not in result.output] == [], result.output
+    said = run(settings, out, *flags, fails=True)
+    assert [word for word in words if word not in said] == [], said
 
 
 def test_a_checkpoint_comes_out(config, tmp_path):
@@ -209,8 +206,7 @@ def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_ya
                   "| `medicine` | 20 |", "| what should stay | 20 |"):  # fmt: skip
         assert words in section
     assert str(tmp_path) not in section
-    result = CliRunner().invoke(main, ["card", str(out), "--report", str(report)])
-    assert result.exit_code == 0, result.output
+    command("card", out, "--report", report)
     again = (out / "README.md").read_text()
     assert section.rstrip() in again
     assert again.count("## How this merge was made") == 1
@@ -247,7 +243,7 @@ def test_texts_are_cut_to_a_sliding_window(config, tmp_path):
     """A step sees all earlier tokens, which the attention of such a model does not."""
     window = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=4))
     config["merged_model"] = save(window.bfloat16(), tmp_path / "window")
-    assert run(config, tmp_path / "out").exit_code == 0
+    run(config, tmp_path / "out")
     assert "| what should stay | 20 | 80 |" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -255,7 +251,11 @@ def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
     keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
     shutil.copy(tmp_path / "keep.jsonl", keep["path"])
     shutil.copytree(tmp_path / "expert1", partial := tmp_path / "out.partial")
-    before = sorted(tmp_path.rglob("*"))
+
+    def files() -> list[Path]:
+        return sorted(path for path in tmp_path.rglob("*") if path.suffix != ".yml")
+
+    before = files()
     first = config["models"][0]
     for out, changes in (
         ("expert1", {}),
@@ -263,10 +263,9 @@ def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
         ("expert2", {"models": [first], "keep": keep}),
         ("out", {"models": [{**first, "model": str(partial)}]}),
     ):
-        result = run(config | changes, tmp_path / out, "--overwrite", config=tmp_path / "yml")
-        assert result.exit_code == 1
-        assert "which is read, or lies in it; give another folder" in result.output
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "yml"])
+        told = "which is read, or lies in it; give another folder"
+        refused(config | changes, tmp_path / out, told, flags=("--overwrite",))
+    assert files() == before
     with FileLock(tmp_path / "other.partial.lock"):
         refused(config, tmp_path / "other", "another run is writing to")
     (tmp_path / "disk").mkdir()

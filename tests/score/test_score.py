@@ -12,20 +12,19 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, fine_tuned, tiny_llama
-from click.testing import CliRunner, Result
+from commands import command
 from families import tokenizer, write_rows
 from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
 
-from mergekit_ace.cli import main
 from mergekit_ace.score import measure
 from mergekit_ace.score.figures import forgot, kept
 
 
-def score(config: dict, out: Path, *flags: str) -> Result:
+def score(config: dict, out: Path, *, fails: bool = False) -> str:
     path = out.with_suffix(".yml")
     path.write_text(yaml.safe_dump(config))
-    return CliRunner().invoke(main, ["score", str(path), str(out), "--quiet", *flags])
+    return command("score", path, out, "--quiet", fails=fails)
 
 
 def content(out: Path) -> dict:
@@ -33,9 +32,10 @@ def content(out: Path) -> dict:
 
 
 def test_kept_and_forgot_are_those_of_the_losses(config, losses_by_hand, tmp_path):
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
+    """A second and a third merge are the expert, which keeps all, and the base, nothing."""
     law, keep, merge = config["models"][0], config["keep"], config["merges"][0]
+    config["merges"] += [law["model"], config["base_model"]]
+    found = score(config, tmp_path / "scores")
     base, expert, merged = (
         losses_by_hand(folder, law["data"]).sum()
         for folder in (config["base_model"], law["model"], merge)
@@ -48,27 +48,19 @@ def test_kept_and_forgot_are_those_of_the_losses(config, losses_by_hand, tmp_pat
     rise = (after - before).sum() / (30 * len(before))
     assert scores["forgot"][merge][0] == pytest.approx(rise, rel=1e-4)
     assert scores["texts_written_by_models"] == ["medicine"]
-    assert f"{share:.3f} ± {error:.3f}" in found.output
-    assert "medicine*" in found.output
-    assert "* on texts that the model wrote itself" in found.output
+    assert f"{share:.3f} ± {error:.3f}" in found
+    assert "medicine*" in found
+    assert "* on texts that the model wrote itself" in found
     assert "Scores" in (tmp_path / "scores" / "scores.html").read_text()
-
-
-def test_the_expert_keeps_all_and_the_base_nothing(config, tmp_path):
-    law, base = config["models"][0]["model"], config["base_model"]
-    found = score({**config, "merges": [law, base]}, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
-    scores = content(tmp_path / "scores")
-    assert scores["kept"][law]["law"] == pytest.approx([1, 0], abs=1e-6)
+    _, expert, base = config["merges"]
+    assert scores["kept"][expert]["law"] == pytest.approx([1, 0], abs=1e-6)
     assert scores["kept"][base]["law"] == pytest.approx([0, 0], abs=1e-6)
     assert scores["forgot"][base] == pytest.approx([0, 0], abs=1e-6)
 
 
 def test_an_expert_that_gains_nothing_has_no_share(config, tmp_path):
     config["models"][0]["data"] = config["keep"]
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
-    assert "law is no better than the base on its texts" in found.output
+    assert "law is no better than the base on its texts" in score(config, tmp_path / "scores")
     assert content(tmp_path / "scores")["kept"][config["merges"][0]]["law"] is None
 
 
@@ -82,15 +74,14 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
         return usual(model, samples, title=title, quiet=quiet)
 
     monkeypatch.setattr("mergekit_ace.score.score.sequence_losses", stopped)
-    assert score(config, tmp_path / "scores").exit_code == 1
-    assert score(config, tmp_path / "scores").exit_code == 0
+    score(config, tmp_path / "scores", fails=True)
+    score(config, tmp_path / "scores")
     assert len(loaded) == 1 + len(set(loaded)), "only what was stopped is measured again"
     whole = content(tmp_path / "scores")
-    again = score(config, tmp_path / "scores")
-    assert again.exit_code == 0
+    score(config, tmp_path / "scores")
     assert len(loaded) == 1 + len(set(loaded))
     fine_tuned(tiny_llama(), 7, 0.3).save_pretrained(config["merges"][0])
-    assert score(config, tmp_path / "scores").exit_code == 0
+    score(config, tmp_path / "scores")
     assert len(loaded) == 4 + len(set(loaded)), "the merge was measured anew, on three texts"
     assert content(tmp_path / "scores")["kept"] != whole["kept"]
 
@@ -101,8 +92,7 @@ def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp
     merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
     (tmp_path / "ace.yml").write_text(yaml.safe_dump(merge))
     adapter = f"{config['base_model']}+{tmp_path / 'adapter'}"
-    found = score({**config, "merges": [str(tmp_path / "ace.yml"), adapter]}, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
+    score({**config, "merges": [str(tmp_path / "ace.yml"), adapter]}, tmp_path / "scores")
     scores = content(tmp_path / "scores")
     assert list(scores["kept"]) == [str(tmp_path / "ace.yml"), adapter]
     whole = tiny_llama()
@@ -123,7 +113,7 @@ def test_a_merge_whose_config_has_changed_is_made_anew(config, tmp_path):
     config["merges"], found = [str(path)], []
     for scale in (1.0, 0.5):
         path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
-        assert score(config, out).exit_code == 0
+        score(config, out)
         found.append(content(out)["forgot"][str(path)])
         assert len([*(out / "merges").iterdir()]) == 1, "the older one is gone"
     assert found[0] != found[1]
@@ -132,8 +122,7 @@ def test_a_merge_whose_config_has_changed_is_made_anew(config, tmp_path):
 def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
     rows = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
     config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", rows), "text": "text"}
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
+    score(config, tmp_path / "scores")
     losses = content(tmp_path / "scores")["measured"]["keep / base"]["losses"]
     assert max(count for _, count in losses) == 31, "32 positions, of which the first is given"
 
@@ -150,8 +139,7 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     assert len(rows) > 3
     path = write_rows(tmp_path / "qa.jsonl", rows)
     config["models"][0]["data"] = {"path": path, "prompt": "q", "completion": "a"}
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
+    score(config, tmp_path / "scores")
     scores = content(tmp_path / "scores")
     tokens = {count for _, count in scores["measured"]["law / base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
@@ -178,26 +166,21 @@ def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
     config["models"][1] |= {"tasks": ["local_words"], "limit": 6}
     config["task_folder"] = str(tasks)
     found = score(config, tmp_path / "scores")
-    assert found.exit_code == 0, found.output
     results = content(tmp_path / "scores")["tasks"]["local_words"]
     assert set(results) == {"base", "medicine", config["merges"][0]}
     for metric, value, error in results.values():
         assert metric == "acc"
         assert value * 6 == pytest.approx(round(value * 6))
         assert error >= 0
-    assert "local_words (acc)" in found.output
+    assert "local_words (acc)" in found
     config["models"][1]["tasks"] = ["no_such_task"]
-    wrong = score(config, tmp_path / "others")
-    assert wrong.exit_code == 1
-    assert "has no task no_such_task" in wrong.output
+    assert "has no task no_such_task" in score(config, tmp_path / "others", fails=True)
 
 
 def test_a_missing_extra_is_named(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 1
-    assert "pip install 'mergekit-ace[score]'" in found.output
+    assert "pip install 'mergekit-ace[score]'" in score(config, tmp_path / "scores", fails=True)
 
 
 def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monkeypatch):
@@ -205,10 +188,9 @@ def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monk
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("mergekit_ace.score.score.sequence_losses", full)
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 1
-    assert f"{config['models'][0]['model']} does not fit on the GPU" in found.output
-    assert "give `dtype: bfloat16`, or --device cpu" in found.output
+    found = score(config, tmp_path / "scores", fails=True)
+    assert f"{config['models'][0]['model']} does not fit on the GPU" in found
+    assert "give `dtype: bfloat16`, or --device cpu" in found
 
 
 @pytest.mark.parametrize(
@@ -223,33 +205,23 @@ def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monk
         ),
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
         ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),
+        ({"models": [{"model": "a/law"}], "merges": ["law"]}, "an expert is called law"),
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
-        (
-            {"keep": {"path": "keep.jsonl", "image": "q"}},
-            "needs the column messages or",
-        ),
+        ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs the column messages or"),
         ({"kept": 1}, "kept"),
     ],
 )
 def test_mistakes_are_named(config, tmp_path, change, said):
-    found = score(config | change, tmp_path / "scores")
-    assert found.exit_code == 1
-    assert said in found.output
+    assert said in score(config | change, tmp_path / "scores", fails=True)
 
 
-def test_texts_that_are_too_short_are_named(config, tmp_path):
+def test_short_texts_and_a_folder_with_other_things_are_named(config, tmp_path):
     config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", [{"text": "w1"}]), "text": "text"}
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 1
-    assert "no held-out sample has anything to predict" in found.output
-
-
-def test_a_folder_with_other_things_is_refused(config, tmp_path):
-    (tmp_path / "scores").mkdir()
-    (tmp_path / "scores" / "notes.txt").write_text("mine")
-    found = score(config, tmp_path / "scores")
-    assert found.exit_code == 1
-    assert "holds other things than scores" in found.output
+    found = score(config, tmp_path / "scores", fails=True)
+    assert "no held-out sample has anything to predict" in found
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    assert "holds other things than scores" in score(config, tmp_path / "notes", fails=True)
 
 
 def test_errors_of_figures_are_those_of_many_samples():
