@@ -88,6 +88,8 @@ class RidgeMethod(TaskVectorMethod):
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
+        if "statistics" in settings.parameters:  # RegMean: its ridges are of measured covariances
+            return
         chosen = self.options(settings)
         options = chosen if isinstance(chosen, RidgeOptions) else RelativeOptions()
         if options.epsilon_scale != "spectrum" or record.shape[-1:] < (SMALLEST,):
