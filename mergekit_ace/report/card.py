@@ -93,12 +93,12 @@ def _section(report: Report, config: MergeConfiguration, seed: int | None) -> It
         f"above.{does}"
     )
     yield "\n".join(f"* {markdown_text(text)}" for text in summarize(report)["sentences"])
-    yield _table(_experts(report))
+    yield markdown_table(_experts(report))
     versions = next((r.versions for r in report.records), package_versions(*REPORTED_PACKAGES))
     seed_of_method = "none needed: the method draws no random numbers" if own else "none given"
     listed = ", ".join(f"{name} {number}" for name, number in versions.items())
     seed_text = markdown_text(seed_of_method if seed is None else str(seed))
-    yield _table([("", ""), ("versions", markdown_text(listed)), ("seed", seed_text)])
+    yield markdown_table([("", ""), ("versions", markdown_text(listed)), ("seed", seed_text)])
     yield from (f"```bibtex\n{citation}\n```" for citation in report.citations)
 
 
@@ -117,6 +117,7 @@ def _experts(report: Report) -> list[Sequence[str]]:
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown; the first row is its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import glob
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 from tqdm import tqdm
 
@@ -39,7 +38,8 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
     columns = [data[config.columns[purpose]] for purpose in purposes]
     contents = [str(row) for row in zip(*columns or [range(len(data))], strict=True)]
-    left, splits = Counter(contents), {}
+    # The commonest first; from the end, so that none of them is held out.
+    left, splits = dict(Counter(contents).most_common()), {}
     for split, named, parts in (
         ("test", config.test_split, 10),
         ("validation", config.validation_split, 9),
@@ -47,10 +47,9 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
         if named is not None:
             splits[split] = _draw(_read(config, named), config.held_out, seed)
             continue
-        chosen = _hold_out(left, parts)
+        count = min(max(len(left) // parts, 1), len(left))
+        chosen = {left.popitem()[0] for _ in range(count)}
         splits[split] = data.select([n for n, own in enumerate(contents) if own in chosen])
-        for content in chosen:
-            del left[content]
     splits["train"] = data.select([n for n, own in enumerate(contents) if own in left])
     if not all(len(rows) for rows in splits.values()):
         raise ConfigError(
@@ -58,16 +57,6 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
             "test; give more, or name its validation_split and test_split"
         )
     return {split: splits[split] for split in ("train", "validation", "test")}
-
-
-def _hold_out(rows: Counter[str], parts: int) -> list[str]:
-    """Choose contents from the end, one of so many parts, of them and of the rows."""
-    most, room, chosen = max(len(rows) // parts, 1), max(rows.total() // parts, 1), []
-    for content in reversed(rows):
-        if len(chosen) < most and rows[content] <= room:
-            chosen.append(content)
-            room -= rows[content]
-    return chosen or sorted(rows, key=rows.__getitem__)[:1]
 
 
 def read_rows(config: DataConfig, seed: int) -> Dataset:
@@ -82,28 +71,26 @@ def _draw(data: Dataset, most: int | None, seed: int) -> Dataset:
 
 
 def _read(config: DataConfig, split: str) -> Dataset:
-    from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets import load_dataset, load_from_disk
 
-    whose, path = f"data {config.path} (split {split})", os.path.expanduser(config.path)
-    reader = _READERS.get(os.path.splitext(path)[1].lower())
-    saved = [os.path.isfile(os.path.join(path, n)) for n in ("state.json", "dataset_dict.json")]
-    if reader is not None and not os.path.isfile(path):
-        raise ConfigError(f"there is no data file {config.path}")
-    if reader is None and os.path.isfile(path):
+    whose, path = f"data {config.path} (split {split})", Path(config.path).expanduser()
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None and path.is_file():
         raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
-    if (reader is not None or saved[0]) and split != config.split:
+    if (reader or (path / "state.json").is_file()) and split != config.split:
         raise ConfigError(
             f"{whose} is one split; leave out validation_split and test_split, and a tenth each is "
             "held out"
         )
     try:
         if reader is not None:
-            data = load_dataset(reader, data_files=glob.escape(path), split="train")
-        elif any(saved):
+            data = load_dataset(reader, data_files=glob.escape(str(path)), split="train")
+        elif (path / "state.json").is_file():
             data = load_from_disk(path)
-            data = data[split] if isinstance(data, DatasetDict) else data
+        elif (path / "dataset_dict.json").is_file():
+            data = load_from_disk(path)[split]
         else:
-            where = path if os.path.exists(path) else config.path
+            where = str(path) if path.exists() else config.path
             data = load_dataset(where, config.name, split=split)
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
@@ -159,8 +146,7 @@ class SampleReader:
 
     def logits(self, samples: Sequence[Example]) -> Tensor:
         """Return the logits of complete samples, (P, C), once they are finite."""
-        batch: Any = send_to_device(self.kind.collate(samples), self.model.device)
-        logits = self.kind.logits(self.model, batch)
+        logits = self.kind.answer(self.model, samples)
         if not is_finite(logits.detach()):
             raise ConfigError(
                 f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -104,11 +103,6 @@ class Distillation:
     student: Any
 
     def __init__(self, config: DistillConfig, teacher: str, student: str, run: TrainingRun):
-        if os.path.realpath(teacher) == os.path.realpath(student):
-            raise ConfigError(
-                f"the teacher {config.teacher} is the student, who would learn nothing from it; "
-                "take the model that knows more as the teacher"
-            )
         self.config, self.run, self._kind = config, run, model_kind(config.task)
         model: Any = load_model(teacher, self._kind, config)
         skeleton = load_skeleton(student, self._kind, config)
@@ -173,15 +167,14 @@ class Distillation:
 
         The gradients are of this process alone.
         """
-        config, device, samples = self.config, self.run.accelerator.device, self.samples[split]
+        config, samples = self.config, self.samples[split]
         totals = torch.zeros(3, dtype=torch.float64)
         for part in self.run.share(indices, config.training.batch_size):
-            own = self._kind.collate([samples["student"][index] for index in part])
-            batch: Any = send_to_device(own, device)
+            own, read = ([samples[who][index] for index in part] for who in ("student", "teacher"))
             with self.run.accelerator.autocast():
-                answers = self._kind.logits(self.student, batch)
+                answers = self._kind.answer(self.student, own)
             with torch.no_grad():
-                wanted = self._teacher.logits([samples["teacher"][index] for index in part])
+                wanted = self._teacher.logits(read)
             loss = distillation_loss(answers, wanted, config.alpha, config.temperature)
             if loss.requires_grad:
                 loss.backward()

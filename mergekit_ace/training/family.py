@@ -25,8 +25,8 @@ from mergekit_ace.training.models import (
     Models,
     Weights,
     average_statistics,
+    map_file,
     map_folder,
-    map_tensors,
     map_weights,
     save_backbone,
     stored_names,
@@ -89,12 +89,10 @@ class Family:
                 print(f"{rows} components of {len(files)} tensors: {size / 1e9:.2f} GB in {target}")
             for name, path in tqdm(files.items(), "components", unit="tensor", disable=run.quiet):
                 if not path.exists():
-                    parts = (part.to("cpu", torch.float32, copy=True) for part in self._split(name))
-                    save_tensors(path, {str(n): part.contiguous() for n, part in enumerate(parts)})
-        return [
-            map_tensors({name: (str(path), str(row)) for name, path in files.items()})
-            for row in range(rows)
-        ]
+                    split = (part.to("cpu", torch.float32, copy=True) for part in self._split(name))
+                    save_tensors(path, {str(n): part.contiguous() for n, part in enumerate(split)})
+        parts = {name: map_file(path) for name, path in files.items()}
+        return [{name: part[str(row)] for name, part in parts.items()} for row in range(rows)]
 
     def _split(self, name: str) -> list[Tensor]:
         """Return the components of one parameter, in the layout that mergekit will merge it in."""

@@ -256,24 +256,16 @@ def open_tensors(path: str | os.PathLike) -> Any:
         ) from error
 
 
-def map_tensors(sources: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
-    """Map tensors of safetensors files, (file, name in it), under names of our own.
-
-    They are read when used. What is mapped is the system's cache, not memory of this process.
-    """
-    files = {path: open_tensors(path) for path in {path for path, _ in sources.values()}}
-    # All views at once, before anything large: what little memory they take would otherwise pin
-    # that of the gradients between which it lies.
-    return {name: files[path].get_tensor(stored) for name, (path, stored) in sources.items()}
+def map_file(path: str | os.PathLike) -> dict[str, Tensor]:
+    """Map all tensors of a file: read when used, in the system's cache, not in our memory."""
+    with open_tensors(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
-    """Map all tensors in the safetensors files of a checkpoint."""
-    mapped: dict[str, Tensor] = {}
-    for path in weight_files(Path(folder)):
-        with open_tensors(path) as file:
-            mapped |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return mapped
+    """Map all tensors of a checkpoint."""
+    files = map(map_file, weight_files(Path(folder)))
+    return {name: tensor for mapped in files for name, tensor in mapped.items()}
 
 
 def map_weights(
@@ -299,7 +291,7 @@ def map_weights(
         return mapped
     if not copy.exists():
         save_tensors(copy, {name: p.cpu().contiguous() for name, p in parameters.items()})
-    return map_tensors({name: (str(copy), name) for name in parameters})
+    return map_file(copy)
 
 
 def _same_name(name: str, model: PreTrainedModel, stored: Mapping[str, object]) -> str | None:
@@ -366,8 +358,6 @@ def write_statistics_of_batches(model: nn.Module, folders: Sequence[Path]) -> No
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
     for path in (path for folder in folders if known for path in weight_files(folder)):
-        with open_tensors(path) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
+        tensors = map_file(path)
         tensors |= {n: known[n].to("cpu", t.dtype) for n, t in tensors.items() if n in known}
-        save_tensors(path, tensors, metadata)
+        save_tensors(path, tensors, {"format": "pt"})

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -56,11 +56,9 @@ class TrainingRun:
     def start(cls, *args: Any, **options: Any) -> Iterator[TrainingRun]:
         """Keep other runs out of the folder while this one lasts; arguments are the class's."""
         run = cls(*args, **options)
-        if not run.is_main:
-            yield run
-            return
         busy = f"another run is writing to {run.path}; wait for it, or choose another folder"
-        with locked(run.path, ".training.lock", ConfigError(busy)):
+        lock = locked(run.path, ".training.lock", ConfigError(busy))
+        with lock if run.is_main else nullcontext():
             yield run
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:

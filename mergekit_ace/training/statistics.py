@@ -67,8 +67,11 @@ def measure_statistics(
     """Measure statistics, or go on with that; return the path of their index."""
     with TrainingRun.start(out, quiet=quiet) as run:
         models = claim_models(config, run, overwrite=overwrite)
-        index, count = run.path / INDEX_FILE, len(config.models)
-        files = [{k: _file(run, row, k) for k in config.measure} for row in range(count)]
+        index = run.path / INDEX_FILE
+        files = [
+            {kind: run.path / "experts" / f"{row}-{kind}.safetensors" for kind in config.measure}
+            for row in range(len(config.models))
+        ]
         if index.exists() and all(file.exists() for own in files for file in own.values()):
             return index  # this very run, complete
         base = load_skeleton(models.base, models.kind, config)
@@ -88,10 +91,6 @@ def measure_statistics(
             package=mergekit_ace.__version__,
         ))  # fmt: skip
         return index
-
-
-def _file(run: TrainingRun, row: int, kind: Measure) -> Path:
-    return run.path / "experts" / f"{row}-{kind}.safetensors"
 
 
 @torch.no_grad()

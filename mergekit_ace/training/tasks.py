@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
@@ -82,6 +83,11 @@ class ModelKind:
     def logits(self, model: Any, batch: Batch) -> Tensor:
         """Return logits (P, C): at P supervised positions, of C classes or tokens."""
         return model(**batch).logits
+
+    def answer(self, model: Any, samples: Sequence[Example]) -> Tensor:
+        """Return the `logits` of samples."""
+        batch: Any = send_to_device(self.collate(samples), model.device)
+        return self.logits(model, batch)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""

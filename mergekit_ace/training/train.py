@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import yaml
-from accelerate.utils import send_to_device
 from mergekit.common import ModelReference
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy
 
 import mergekit_ace
@@ -26,7 +26,7 @@ from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.naming import short_names
-from mergekit_ace.report.card import markdown_text
+from mergekit_ace.report.card import markdown_table, markdown_text
 from mergekit_ace.training.config import Labels, LanguageTask, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
@@ -125,17 +125,17 @@ def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]
     if len(own) == len(objective.teachers):  # all true labels are known
         rehearsal = None if config.rehearsal is None else own.pop()
         scores["each expert on its own"] = Score(None, tuple(own), rehearsal)
+    if config.options is None:
+        plain, value = "uniform (mean of the experts)", 1 / len(coefficients)
+        learned = "AdaMerging" if config.loss == "entropy" else "StatsMerging"
+    else:
+        plain, value = f"{config.basis}, without data", 1.0
+        learned = f"{config.basis}, coefficients"
     merges = {
         "base model": torch.zeros_like(coefficients),
-        "uniform (mean of the experts)": torch.full_like(coefficients, 1 / len(coefficients)),
-        "AdaMerging" if config.loss == "entropy" else "StatsMerging": coefficients,
+        plain: torch.full_like(coefficients, value),
+        learned: coefficients,
     }
-    if config.options is not None:
-        merges = {
-            "base model": torch.zeros_like(coefficients),
-            f"{config.basis}, without data": torch.ones_like(coefficients),
-            f"{config.basis}, coefficients": coefficients,
-        }
     return scores | {name: objective.score(used, "test") for name, used in merges.items()}
 
 
@@ -208,11 +208,11 @@ class Objective:
     def _loss(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the merge on some samples, and its answers, (P,)."""
         attach_head(self._module, teacher.head)
-        batch: Any = send_to_device(self._kind.collate(samples), self.run.accelerator.device)
         with self.run.accelerator.autocast():
-            logits = self._kind.logits(self._module, batch)
+            logits = self._kind.answer(self._module, samples)
         if self.config.loss == "entropy":
-            return summed_entropy(logits), logits.argmax(-1)
+            entropies = Categorical(logits=logits.float(), validate_args=False).entropy()
+            return entropies.sum(), logits.argmax(-1)
         return summed_loss(logits, samples, teacher.labels), logits.argmax(-1)
 
 
@@ -245,12 +245,6 @@ def _log_rest(log_probabilities: Tensor) -> Tensor:
     """Return the logarithm of the probability that the given classes leave, (P,)."""
     rest = 1 - log_probabilities.exp().sum(-1)
     return rest.clamp(min=torch.finfo(rest.dtype).eps).log()
-
-
-def summed_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of the distributions that logits (P, C) stand for, summed, in nats."""
-    logarithms = logits.float().log_softmax(-1)
-    return -(logarithms.exp() * logarithms).sum()
 
 
 def coefficient_file(
@@ -327,17 +321,16 @@ def scores_table(file: CoefficientFile, samples: Sequence[int]) -> str:
     own = samples[: len(names)]
     rehearsal = len(samples) > len(own)
     names += ["rehearsal"] * rehearsal
-    lines = [
+    rows = [
         ["accuracy on the test split", "mean", *names, "loss"],
-        ["---"] * (len(names) + 3),
         ["samples", str(sum(own)), *map(str, samples), ""],
     ]
     for name, score in file.contents.scores.items():
         shares = [fmean(score["accuracy"]), *score["accuracy"]]
         shares += [score["rehearsal"]] * rehearsal
         loss = "–" if score["loss"] is None else f"{score['loss']:.4f}"
-        lines.append([name, *(f"{share:.3f}" for share in shares), loss])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rows.append([name, *(f"{share:.3f}" for share in shares), loss])
+    return markdown_table(rows)
 
 
 def merge_config(family: Family, file: CoefficientFile, path: Path) -> dict[str, Any]:

@@ -72,15 +72,7 @@ def test_statistics_are_standardised_over_experts_and_tensors():
     assert not Standardizer(4).fit(constant)(constant).any()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"statistics": ["mean", "mean"]}, "must be different ones"),
-        ({"rank": 0}, "greater than or equal to 1"),
-        ({"width": 3}, "Extra inputs"),
-        ({"activation": "sigmoid"}, "softmax"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, message):
-    with pytest.raises(ValidationError, match=message):
+@pytest.mark.parametrize("wrong", [{"statistics": ["mean", "mean"]}, {"rank": 0}, {"width": 3}])
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ValidationError, match=next(iter(wrong))):
         LearnerConfig(**wrong)

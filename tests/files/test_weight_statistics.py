@@ -57,10 +57,10 @@ def test_a_small_spread_beside_a_large_mean_is_not_lost():
     assert variance == pytest.approx(2.5e-7, rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(bad):
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        measure_moments(torch.tensor([[0.0, bad]]), 1)
+def test_what_is_not_finite_is_refused():
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            measure_moments(torch.tensor([[0.0, bad]]), 1)
 
 
 def test_together_is_the_block_diagonal_matrix(rng):

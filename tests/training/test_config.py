@@ -7,7 +7,6 @@ import copy
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from pydantic import ValidationError
 
@@ -128,8 +127,3 @@ def test_the_command_says_every_mistake_and_where(tmp_path, command):
 @pytest.mark.parametrize("text", [b"a: [", b"", b"\x88\xff", b"task: a\ntask: b"])
 def test_files_that_hold_no_config(tmp_path, text):
     assert "config.yml" in invoke(tmp_path, "train", text)
-
-
-def test_errors_of_a_run_are_one_line(tmp_path):
-    output = invoke(tmp_path, "train", yaml.safe_dump(changed({"base_model": "./nowhere"})))
-    assert output.startswith("Error: there is no folder ./nowhere in ")

@@ -87,7 +87,7 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
         ("d.jsonl", [{"text": "the same"}] * 20, {}, "too few different rows"),
         ("d.jsonl", [{"body": "x"}] * 5, {}, "no column text; it has body"),
         ("d.jsonl", ROWS, {"test_split": "test"}, r"split test\) is one split; leave out"),
-        ("d.jsonl", None, {}, "there is no data file"),
+        ("d.jsonl", None, {}, r"cannot be read: FileNotFoundError: Unable to find .*d\.jsonl"),
         ("d.jsonl", '{"text": ', {}, r"d\.jsonl .* cannot be read: .*JSON"),
         ("d.pkl", "", {}, r"d\.pkl .* is of no kind that can be read: \.jsonl"),
     ],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from families import (
     train,
     vit_family,
 )
-from peft import LoraConfig, get_peft_model
+from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
 
 from mergekit_ace.methods.coefficients import CoefficientFile
@@ -228,19 +229,15 @@ def test_classifiers_with_heads_of_their_own(tmp_path, mergekit_yaml, family):
 
 def test_experts_that_are_adapters(llama, tmp_path, mergekit_yaml):
     config = copy.deepcopy(llama)
-    base = AutoModelForCausalLM.from_pretrained(config["base_model"])
-    torch.manual_seed(3)
-    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    adapted.save_pretrained(tmp_path / "adapter")
+    base = partial(AutoModelForCausalLM.from_pretrained, config["base_model"])
+    options = {"r": 2, "target_modules": ["q_proj", "up_proj"]}
+    trained = train_by_chance(base, tmp_path / "adapter", **options)
     config["models"][0]["model"] = f"{config['base_model']}+{tmp_path / 'adapter'}"
     file = train(config, tmp_path / "out")
     flags = ("--lora-merge-cache", str(tmp_path / "cache"), "--lora-merge-dtype", "float32")
     got = tensors(mergekit_yaml(merge_of(tmp_path / "out"), *flags))
     name = "model.layers.1.mlp.up_proj.weight"
-    whole = adapted.merge_and_unload().state_dict()[name].double()
+    whole = trained.merged[name].double()
     first, second = file.coefficients[:, file.columns[name]].double()
     zero, other = (
         tensors(folder)[name].double()

@@ -111,8 +111,8 @@ def without(part: str) -> Change:
     return change
 
 
-def another_llama(**shape: int) -> Change:
-    return lambda folder: tiny_llama(**shape).save_pretrained(folder)
+def narrow(folder: Path) -> None:
+    tiny_llama(intermediate_size=64).save_pretrained(folder)
 
 
 def untied(folder: Path) -> None:
@@ -135,20 +135,16 @@ def other_words(folder: Path) -> None:
 
 
 INTEGERS, NAN = retyped(torch.int8, 1000), retyped(torch.float32, float("nan"))
-MANY = edit_config(problem_type="multi_label_classification")
-DEEP, NARROW = another_llama(num_hidden_layers=3), another_llama(intermediate_size=64)
 MODELS = [
     ("llama", "base", INTEGERS, r"up_proj.weight of model .* stored as torch.int8"),
     ("llama", "base", NAN, "the base contains NaN or Inf"),
     ("llama", "expert1", NAN, r"expert .*expert1 answers NaN or Inf .* leave it out"),
     ("llama", "base", edit_config(quantization_config={"quant_method": "gptq"}), "is quantised"),
-    ("llama", "expert0", NARROW, r"differ in model.layers.0.mlp.* against .* fine-tuned from"),
-    ("llama", "expert0", DEEP, r"differ in model.layers.2.* against missing"),
+    ("llama", "expert0", narrow, r"differ in model.layers.0.mlp.* against .* fine-tuned from"),
     ("llama", "expert0", untied, "differ in tie_word_embeddings: True against False"),
     ("llama", "expert1", other_words, r"tokenizer of .*expert1 is not that of .*base"),
     ("llama", "expert0", without("up_proj"), "lacks 2 parameters that task: causal-lm needs"),
     ("bert", "expert0", without("classifier"), r"lacks 2 parameters .* such as classifier"),
-    ("bert", "expert0", MANY, r"problem_type: multi_label.*leave it out"),
     ("bert", "expert0", one_logit, r"has one output \(a regression\).*leave it out"),
 ]
 
@@ -173,7 +169,7 @@ def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
 ):
     config = copy.deepcopy(llama)
     if what == "expert1":
-        config = with_model(config, tmp_path, NARROW, what)
+        config = with_model(config, tmp_path, narrow, what)
     else:
         config["models"][1]["data"]["text"] = "body"
     monkeypatch.delattr(family_module, "answer_data")
@@ -221,7 +217,6 @@ ROWS = [  # a column of each, and what is said of it
     ("bert", "label", "cat", "column x holds 'cat'; labels are the numbers of the classes"),
     ("vit", "image", torch.rand(1, 16, 16).tolist(), "Input image size"),
     ("vit", "image", "a/cat.png", "column x holds 'a/cat.png', which no model reads"),
-    ("llama", "messages", lambda n: [said(n), {"from": "human"}], "instead of messages with"),
     ("llama", "messages", lambda n: [said(n), said(n, "Assistant")], "instead of messages with"),
     ("llama", "messages", lambda n: f"w{n}", r"holds 'w\d+' instead of messages"),
     ("llama", "messages", lambda n: [said(n), said(n)], "column x: .*: roles must alternate"),
@@ -250,18 +245,13 @@ def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
     train(with_model(config, tmp_path, chatting))
 
 
-def test_tokens_without_an_embedding(tmp_path, train, llama):
-    words = tokenizer()
-    words.add_tokens(["new"])
-    config = with_rows(llama, tmp_path, [{"t": f"w{n} w2 new"} for n in range(20)], text="t")
-    family = Path(llama["base_model"]).parent
-    copied = shutil.copytree(family, tmp_path / "family")
+def test_tokens_without_an_embedding(tmp_path, train):
+    config, words = llama_family(tmp_path / "family"), tokenizer(mask_token="new")
     for whose in ("base", "expert0", "expert1"):
-        words.save_pretrained(copied / whose)
-    config = json.loads(json.dumps(config).replace(str(family), str(copied)))
-    text = train(config, fails=True)
-    assert "has the token number 40, but" in text
-    assert "only 40 embeddings; use the tokenizer that belongs to the model" in text
+        words.save_pretrained(tmp_path / "family" / whose)
+    config = with_rows(config, tmp_path, [{"t": f"w{n} w2 new"} for n in range(20)], text="t")
+    message = r"has the token number 40, but .* only 40 embeddings; use the tokenizer that belongs"
+    assert re.search(message, train(config, fails=True))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +259,6 @@ def test_tokens_without_an_embedding(tmp_path, train, llama):
     [
         ({"exclude": ["lm_head", "nosuch"]}, "exclude: 'nosuch' is part of no name of a parameter"),
         ({"base_model": "./nowhere"}, "there is no folder ./nowhere"),
-        ({"learner": {"layers": True}}, "learner.layers: expected a number, not a boolean"),
     ],
 )
 def test_settings(train, llama, settings, message):
