@@ -29,8 +29,8 @@ Example = dict[str, Tensor]
 Batch = dict[str, Tensor]  # inputs of several samples
 
 OWN_LENGTH = 256  # tokens of a text that a model writes itself
-_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
 _AT_ONCE = 16  # such texts that are written at once
+_TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
 _PADDED = (*_TEXT_INPUTS, "target_ids", "supervised")
