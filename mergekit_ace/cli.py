@@ -366,9 +366,6 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 @OUT
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
-@click.option(
-    "--covariances", metavar="STATISTICS", help="Compare the estimates with what was measured."
-)
 @click.option("--overwrite", is_flag=True, help="Drop another inspection in OUT.")
 @QUIET
 def inspect(config: Path, out: Path, quiet: bool, **given: Any) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import deltas_of, family
-from measured_files import in_memory, random_covariance
+from matrices import deltas_of
 
 from mergekit_ace.algebra import inspection
 from mergekit_ace.algebra.inspection import (
     add_subspaces,
-    compare_covariances,
     compare_entries,
     compare_subspaces,
 )
@@ -75,16 +73,3 @@ def test_some_matrices_of_a_stack_are_looked_at(rng):
     assert found[2].subspaces == compare_subspaces([deltas[2]])
     entrywise = TensorRecord((6, 5, 4), "mean", (matrix,))
     assert add_subspaces(entrywise, stacks) == entrywise
-
-
-@pytest.mark.parametrize("shape", [(10, 30), (40, 24)])
-def test_agreement_with_measured_covariances(rng, shape):
-    base, experts = family(rng, *shape, 2)
-    deltas, covariance = deltas_of(base, experts), random_covariance(rng, shape[1])
-    given = in_memory([covariance, None, covariance * 0])
-    found = compare_covariances([*deltas, torch.zeros(shape).double()], given)
-    for t, delta in enumerate(deltas):
-        gram, m = delta.T @ delta, covariance.double()
-        expected = float((gram * m).sum() / gram.norm() / m.norm())
-        assert found[t] == (pytest.approx(expected, rel=1e-4), None, None)
-    assert found[2] == (None, None, None)

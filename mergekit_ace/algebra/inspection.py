@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, leading_directions
-from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
 # Entries compared at once, which stay in a cache.
@@ -54,7 +53,6 @@ class MatrixInspection(MatrixRecord):
     """The record of a matrix's merge, and what only `inspect` measures of it."""
 
     subspaces: Subspaces | None = None  # None where nobody looked
-    agreement: PairTable | None = None  # see `compare_covariances`
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -137,29 +135,3 @@ def add_subspaces(
     pairs = zip(record.matrices, subspaces, strict=True)
     matrices = tuple(MatrixInspection(**vars(matrix), subspaces=own) for matrix, own in pairs)
     return replace(record, matrices=matrices)
-
-
-@torch.no_grad()
-@full_precision()
-def compare_covariances(
-    deltas: Sequence[Tensor], measured: Sequence[MeasuredCovariance | None]
-) -> PairTable:
-    """Return ⟨G_t, M_s⟩ / (‖G_t‖ ‖M_s‖), T × T, row t, of estimates G_t = Δ_tᵀΔ_t.
-
-    By Theorem 1 of ACE-Merging G_t is proportional to the covariance of the inputs of task t. A
-    merge turns on whether G_t is nearer to its own task's M_t than to those of the others. None is
-    where one of them is zero or was not measured.
-    """
-    shorter = (delta if len(delta) <= delta.shape[1] else delta.mT for delta in deltas)
-    norms = [_norm(side @ side.mT) for side in shorter]
-    columns: list[list[float | None]] = []
-    for known in measured:
-        column: list[float | None] = [None] * len(deltas)
-        if known is not None and known.trace > 0:
-            matrix = known.matrix(deltas[0])
-            length = _norm(matrix)
-            for t, (delta, norm) in enumerate(zip(deltas, norms, strict=True)):
-                inner = (delta @ matrix).mul_(delta).sum(dtype=torch.float64)  # tr(Δ M Δᵀ)
-                column[t] = float(inner) / (norm * length) if norm else None
-        columns.append(column)
-    return tuple(zip(*columns, strict=True))

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from mergekit_ace.algebra.inspection import (
     Comparison,
     add_subspaces,
-    compare_covariances,
     compare_entries,
     evenly_spaced,
 )
@@ -37,7 +36,6 @@ from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import read_checkpoint
 from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import write_text
-from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
@@ -45,7 +43,6 @@ from mergekit_ace.methods.base import (
     check_finite,
     first_that_fits,
 )
-from mergekit_ace.methods.lookup import MeasuredLookup
 from mergekit_ace.methods.report_lines import Record, tensor_record
 from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge, read_merge_config
@@ -62,7 +59,6 @@ def run_inspection(
     sample: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
-    covariances: str | None = None,
 ) -> None:
     """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`."""
     if (folder / "report.jsonl").exists() and not overwrite:
@@ -71,15 +67,11 @@ def run_inspection(
         )
     folder.mkdir(parents=True, exist_ok=True)
     merge, source = read_merge_config(config)
-    if covariances is not None:
-        load_statistics(covariances)  # says here, before a tensor is read, if it cannot be used
     plan = _plan_models(merge, source, options)
     planned = {tensor.name: tensor.task for tensor in plan.tensors}
     selected = select(planned, tensors, sample)
     # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-    tasks: list[Task] = [
-        InspectTensor(**vars(planned[name]), covariances=covariances) for name in selected
-    ]
+    tasks: list[Task] = [InspectTensor(**vars(planned[name])) for name in selected]
     executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
     work = (record for _, record in executor.run(quiet=True))
     bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
@@ -140,8 +132,6 @@ def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions)
 class InspectTensor(ExecuteMergeMethodTask):
     """In the place of mergekit's merge of one tensor: the same inputs, the record of a report."""
 
-    covariances: str | None = None
-
     @torch.no_grad()
     def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Any:
         """Return the record; a short one of a tensor without experts, or without numbers."""
@@ -161,7 +151,7 @@ class InspectTensor(ExecuteMergeMethodTask):
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim, group)
         settings = replace(settings, layout=planned.layout(base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
-        measure = partial(_measure, versions, method, settings, self.covariances)
+        measure = partial(_measure, versions, method, settings)
         try:
             record, comparison = first_that_fits(base.device, measure, "inspect", planned.name)
         except MERGE_ERRORS as error:
@@ -176,7 +166,6 @@ def _measure(
     versions: Sequence[Tensor],
     method: TaskVectorMethod,
     settings: TensorSettings,
-    statistics: str | None,
     device: torch.device,
 ) -> tuple[TensorRecord, Comparison]:
     """Look at the versions of a tensor, and at what their merge decides."""
@@ -192,14 +181,7 @@ def _measure(
         partial(map, partial(task_vector, base=origin, dtype=dtype), [own[n] for own in others])
         for n, origin in enumerate(origins)
     ]
-    record = add_subspaces(record, stacks)
-    if statistics is not None:
-        lookup = MeasuredLookup("inspect", settings, statistics, "covariances")
-        covariances = lookup.inputs(base.shape).covariances
-        if any(covariances):  # of a tensor that is one matrix
-            agreement = compare_covariances(list(stacks[0]()), covariances)
-            record = replace(record, matrices=(replace(record.matrices[0], agreement=agreement),))
-    return record, comparison
+    return add_subspaces(record, stacks), comparison
 
 
 def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:

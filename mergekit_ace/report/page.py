@@ -100,11 +100,6 @@ def draw_pictures(report: Report) -> dict[str, go.Figure]:
     if shares.stable_rank.any():
         unit = "‖Δ‖² / σ₁² (1 to the rank)"
         pictures["stable-rank"] = _by_depth(report, shares, "stable_rank", unit)
-    if shares.own.any():
-        rows = shares.groupby("row", as_index=False)
-        others = rows.first().assign(expert="with other tasks", own=rows.others.mean().others)
-        points, unit = pd.concat([shares, others]), "cosine of ΔᵀΔ and XᵀX (0 to 1)"
-        pictures["agreement"] = _by_depth(report, points, "own", unit, log=False)
     return pictures
 
 

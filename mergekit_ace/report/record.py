@@ -129,23 +129,20 @@ class Report:
     @cached_property
     def shares(self) -> Any:
         """A row per matrix and expert, with the place of the matrix in `matrices` as `row`."""
-        rows = []
         names = dict(zip(self.models, self.experts, strict=True))
-        for number, row in enumerate(self.matrices.to_dict("records")):
-            for t, model in enumerate(row["models"]):
-                agreement = row["agreement"][t] if row["agreement"] else {t: None}
-                cosines = pd.Series(agreement, dtype=float)
-                rows.append({
-                    "row": number,
-                    **{name: row[name] for name in ("tensor", "label", "layer")},
-                    "expert": names[model],
-                    "tau": row["tau"][t],
-                    "changed": row["changed"][t],
-                    "weight": (row["coefficients"] or row["weight"])[t],
-                    "stable_rank": row["subspaces"] and row["subspaces"].stable_rank[t],
-                    "own": cosines[t],
-                    "others": cosines.drop(t).mean(),
-                })  # fmt: skip
+        rows = [
+            {
+                "row": number,
+                **{name: row[name] for name in ("tensor", "label", "layer")},
+                "expert": names[model],
+                "tau": row["tau"][t],
+                "changed": row["changed"][t],
+                "weight": (row["coefficients"] or row["weight"])[t],
+                "stable_rank": row["subspaces"] and row["subspaces"].stable_rank[t],
+            }
+            for number, row in enumerate(self.matrices.to_dict("records"))
+            for t, model in enumerate(row["models"])
+        ]
         return pd.DataFrame(rows).astype({"tau": float, "weight": float, "stable_rank": float})
 
     @cached_property
@@ -220,13 +217,6 @@ def _sentences(report: Report) -> Iterator[str]:
     if report.skipped:
         names = listed(report.skipped)
         yield f"{_count(len(report.skipped), 'tensor')} cannot be compared: {names}."
-    own, others = report.shares.own.mean(), report.shares.others.mean()
-    if not np.isnan(own):
-        beside = f", and {others:.2f} with those of the other tasks" if not np.isnan(others) else ""
-        yield (
-            f"Estimates ΔᵀΔ have a cosine of {own:.2f} with the measured covariances of their own "
-            f"tasks{beside}."
-        )
 
 
 def _of_experts(report: Report) -> Iterator[str]:

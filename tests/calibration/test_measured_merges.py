@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, state
-from click.testing import CliRunner
+from commands import command
 from families import gpt2_family, llama_family
 from measured_files import measure
 from naive_peers import naive_fisher, naive_regmean
@@ -18,17 +18,10 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.ridge import MeasuredCovariance
-from mergekit_ace.cli import main
 from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.report.record import read_records
 
 FAMILIES = {"llama": (llama_family, LlamaForCausalLM), "gpt2": (gpt2_family, GPT2LMHeadModel)}
-
-
-def command(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture(params=FAMILIES)
@@ -97,54 +90,18 @@ def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
     assert "arxiv.org/abs/" in (out / "README.md").read_text()
 
 
-def test_check_says_what_is_missing(tmp_path):
+def test_statistics_that_lack_an_expert_or_have_changed(tmp_path):
     config = llama_family(tmp_path / "family", experts=3)
     paths = [config["base_model"], *(e["model"] for e in config["models"])]
-    file = str(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
-    merge = ace_config(paths, merge_method="regmean", parameters={"statistics": file})
-    place = tmp_path / "merge.yml"
+    file = Path(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
+    merge = ace_config(paths, merge_method="regmean", parameters={"statistics": str(file)})
+    place, out = tmp_path / "merge.yml", tmp_path / "out"
     place.write_text(yaml.safe_dump(merge))
-    result = CliRunner().invoke(main, ["check", str(place)])
-    assert result.exit_code == 1
-    assert f"holds nothing of {paths[3]}" in result.output
+    assert f"holds nothing of {paths[3]}" in command("check", place, fails=True)
     place.write_text(yaml.safe_dump({**merge, "models": merge["models"][:2]}))
-    assert CliRunner().invoke(main, ["check", str(place)]).exit_code == 0
-
-
-def test_inspect_compares_estimates_with_what_was_measured(tmp_path):
-    config = llama_family(tmp_path / "family")
-    file = str(measure(config, tmp_path / "stats").path)
-    paths = [config["base_model"], *(e["model"] for e in config["models"])]
-    place, folder = tmp_path / "ace.yml", tmp_path / "report"
-    place.write_text(yaml.safe_dump(ace_config(paths)))
-    shown = command("inspect", place, folder, "--covariances", file, "--quiet")
-    assert "Estimates ΔᵀΔ have a cosine of" in shown
-    lines = {line.tensor: line for line in read_records(folder / "report.jsonl")}
-    name = "model.layers.1.mlp.down_proj.weight"
-    found = lines[name].matrices[0].agreement
-    base, *experts = (state(LlamaForCausalLM, path)[1][name].double() for path in paths)
-    covariances = covariances_of(file, name, 48)
-    for t, expert in enumerate(experts):
-        gram = (expert - base).T @ (expert - base)
-        for s, m in enumerate(covariances):
-            cosine = float((gram * m).sum() / gram.norm() / m.norm())
-            assert found[t][s] == pytest.approx(cosine, rel=1e-3)
-    assert lines["model.norm.weight"].matrices[0].agreement is None
-    page = (folder / "report.html").read_text()
-    assert "Estimated and measured covariances, by depth" in page
-
-
-def test_a_merge_knows_when_its_statistics_have_changed(tmp_path):
-    config = llama_family(tmp_path / "family")
-    file = Path(measure(config, tmp_path / "stats").path)
-    paths = [config["base_model"], *(e["model"] for e in config["models"])]
-    place = tmp_path / "merge.yml"
-    given = {"statistics": str(file)}
-    place.write_text(yaml.safe_dump(ace_config(paths, merge_method="regmean", parameters=given)))
-    out = tmp_path / "out"
+    command("check", place)
     command("merge", place, out, "--quiet")
     command("merge", place, out, "--quiet", "--resume")
     file.write_text(file.read_text() + "\n")
-    result = CliRunner().invoke(main, ["merge", str(place), str(out), "--quiet", "--resume"])
-    assert result.exit_code == 1
-    assert "statistics.json" in result.output
+    said = command("merge", place, out, "--quiet", "--resume", fails=True)
+    assert "statistics.json" in said

@@ -12,14 +12,13 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, save_family, tiny_llama
-from click.testing import CliRunner
+from commands import command
 from measured_files import measured_checkpoints, needs_statistics
 from peft_models import config_of, save_adapters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
-from mergekit_ace.cli import main
 from mergekit_ace.plugin import our_methods
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -32,13 +31,8 @@ def inspect(tmp_path):
     def run(config: dict, *flags: str, out: str = "report", fails: bool = False):
         path = tmp_path / "inspected.yml"
         path.write_text(yaml.safe_dump(config))
-        arguments = ["inspect", str(path), str(tmp_path / out), "--quiet", *flags]
-        result = CliRunner().invoke(main, arguments)
-        assert (result.exit_code != 0) == fails, result.output
-        if fails:
-            assert isinstance(result.exception, SystemExit), result.exception
-            return result.output
-        return tmp_path / out
+        said = command("inspect", path, tmp_path / out, "--quiet", *flags, fails=fails)
+        return said if fails else tmp_path / out
 
     return run
 
@@ -181,7 +175,7 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         assert {key: found[tensor][key] for key in line} == line
     assert found[QUERY]["rule"] == name
     words = f"{sum(line['rule'] == name for line in done.values())} {method.own_rule}"
-    assert CliRunner().invoke(main, ["card", str(out), "--report", str(lines)]).exit_code == 0
+    command("card", out, "--report", lines)
     card = (out / "README.md").read_text()
     assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in card
     assert "draws no random numbers" in card
