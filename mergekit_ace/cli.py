@@ -267,6 +267,7 @@ def score(config: Path, out: Path, **given: Any) -> None:
     from mergekit_ace.score.score import run_scoring
 
     click.echo(str(run_scoring(read_config(config, ScoreConfig, given), out, **given)))
+    click.echo(f"\n{out / 'scores.html'}")
 
 
 @main.command(example="search search.yml best/")
@@ -285,6 +286,7 @@ def search(config: Path, out: Path, **given: Any) -> None:
     trust = {"trust_remote_code": settings.trust_remote_code}
     scored = read_config(Path(settings.score), ScoreConfig, trust)
     click.echo(run_search(settings, scored, out, **given))
+    click.echo(f"\n{out / 'search.html'}")
 
 
 @main.command(example="merge ace.yml out/ --workers 2", flags=None)

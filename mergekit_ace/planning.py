@@ -118,6 +118,8 @@ def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ..
     """Return a path without pydantic's names for one of several alternatives, and what is there."""
     path = []
     for place in places:
+        if isinstance(content, str):  # given where a list of one was meant
+            break
         try:
             content = content[place]
         except (LookupError, TypeError):

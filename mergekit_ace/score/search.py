@@ -67,9 +67,9 @@ class _Search:
         self.merges = {merge.name: merge for merge in merges}
         plain = [name for name, merge in self.merges.items() if not merge.experts]
         if config.search.weight is not None and plain:
-            said = "weights can be searched of ace, ace_relative and task_arithmetic, not of"
+            said = "weights can be searched of ace, its variants and task_arithmetic, not of"
             if len(plain) == len(self.merges):
-                raise ConfigError(f"{said} {plain[0]}; leave out `weight`")
+                raise ConfigError(f"{said} {plain[0]}; leave out `weight` and `by: expert`")
             print(f"{said} {', '.join(plain)}, of which only λ is")
         if unknown := sorted(config.aims.keys() - {"kept", *score.tasks}):
             said = f"`aim` has {unknown[0]}, which is neither `kept` nor a task of {config.score}"
@@ -206,15 +206,14 @@ class _Search:
             except Timeout:
                 continue
             again = one.system_attrs.get("fixed_params", {}) | one.params
-            plain = {"plain": True} if "plain" in one.user_attrs else None
-            self.study.enqueue_trial(again, plain)  # its process was killed
+            self.study.enqueue_trial(again)  # its process was killed
         others = bool(self._trials("RUNNING"))
         begun = len(self._trials("COMPLETE", "PRUNED", "RUNNING"))
         if begun >= self.config.trials:
             return None, others
         starts = [one for merge in self.merges.values() for one in merge.starts()]
         if begun < len(starts) and not self._trials("WAITING"):
-            self.study.enqueue_trial(starts[begun], {"plain": True})
+            self.study.enqueue_trial(starts[begun])
         # A seed of each trial's own: a study that was stopped goes on alike.
         self.study.sampler = optuna.samplers.TPESampler(
             seed=self.config.seed + begun, multivariate=True, group=True, constant_liar=True
@@ -251,7 +250,7 @@ class _Search:
         if not trials:
             raise ConfigError("every merge answers NaN or Inf; lower the range of `lambda`")
         ranked = sorted(trials, key=lambda one: self._rank(one.user_attrs["found"]), reverse=True)
-        plain = [one for one in ranked if "plain" in one.user_attrs][:PLAIN_FINALISTS]
+        plain = [one for one in ranked if _is_plain(one.params)][:PLAIN_FINALISTS]
         results = {}
         for name, among in (("best found", [*ranked[:FINALISTS], *plain]), ("best λ alone", plain)):
             if not among:
@@ -311,7 +310,10 @@ class _Search:
         for name in self.parts.keys() - {*self.gaining, "keep"}:
             text += f"\n{name} is no better than the base on its texts, and does not count."
         if best["validation"]["forgot"][0] > self.config.budget:
-            text += f"\nNo merge forgets as little as {self.config.budget:g} nats (`budget`)."
+            text += (
+                f"\nOn the validation texts every merge forgets more than {self.config.budget:g} nats "
+                "(`budget`): lower the range of `lambda`, or raise the budget."
+            )
         front = {one.number for one in self.study.best_trials} if frontier else set()
         points = [
             {
@@ -332,3 +334,10 @@ class _Search:
 def _rounded(parameters: Mapping[str, Any]) -> dict[str, float]:
     """Return λ and weights with as many digits as anybody reads."""
     return {name: round(value, 4) for name, value in parameters.items() if name != "merge"}
+
+
+def _is_plain(parameters: Mapping[str, Any]) -> bool:
+    """Tell whether a merge has one λ for all tensors, and no weights."""
+    scales = {value for name, value in parameters.items() if ".lambda" in name}
+    weights = {value for name, value in parameters.items() if ".weight." in name}
+    return len(scales) == 1 and weights <= {1.0}

@@ -31,7 +31,7 @@ from mergekit_ace.score.score import merge_once
 from mergekit_ace.training.family import MergedModel
 from mergekit_ace.training.models import Weights, load_model, map_weights
 
-COMPONENTS = ("ace", "ace_relative")  # methods whose experts have coefficients
+COMPONENTS = ("ace", "ace_relative", "ace_plus")  # methods whose experts have coefficients
 STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
 THIRDS = ("first", "middle", "last")
 # What names of tensors hold, by their kind.
@@ -149,7 +149,9 @@ class SearchedMerge:
         content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
         if self.experts and self.method in COMPONENTS:
             # Adapters, too: coefficients belong to covariances of inputs.
-            content["parameters"] |= {"coefficients": str(coefficients.resolve()), "side": "inputs"}
+            content["parameters"]["coefficients"] = str(coefficients.resolve())
+            if self.method != "ace_plus":  # which weighs both sides
+                content["parameters"]["side"] = "inputs"
         elif self.experts:
             usual = content["parameters"].get("weight", 1.0)
             for place, weight in zip(self._places, weights, strict=True):

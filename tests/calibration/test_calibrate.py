@@ -110,7 +110,7 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
     scale = float(went.mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
-    assert f"Its change of the base was first multiplied by {scale:.2g}: then " in card
+    assert f"Its change of the base was first multiplied by {scale:.2g}; it then goes " in card
     refused({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2", "none")
 
 

@@ -173,7 +173,7 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
     assert {0.5, 0.7, 0.85, 1.0} <= {one["tsv_m.lambda"] for one in plain}, "nothing is lost"
 
 
-@pytest.mark.parametrize("method", ["ace", "ace_relative", "task_arithmetic", "tsv_m"])
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus", "task_arithmetic", "tsv_m"])
 def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergekit_yaml, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -221,6 +221,8 @@ def test_the_frontier_is_an_aim(settings, tmp_path):
         assert not (one["frontier"] and better)
     assert any(one["frontier"] for one in points)
     assert "frontier" in (out / "search.html").read_text()
+    best, plain = results(out)["best found"], results(out)["best λ alone"]
+    assert plain["parameters"] == best["parameters"], "nothing but λ is searched"
 
 
 def test_a_number_per_tensor_is_written_as_filters():
@@ -237,10 +239,14 @@ def test_a_number_per_tensor_is_written_as_filters():
     ("change", "said"),
     [
         ({"search": {"lambda": [0.2, 1.5], "by": "expert"}}, "`weight: [0.3, 3]` and `by: expert`"),
+        (
+            {"search": {"lambda": [0.2, 1.5], "by": "experts"}},
+            "search.by: Input should be 'expert', 'depth' or 'kind' (found: 'experts')",
+        ),
         ({"search": {"lambda": [2, 1]}}, "starts above its end"),
         ({"search": {"weight": [1, 2], "by": "expert"}}, "there is no `lambda:`"),
         ({"aim": {"gsm8k": 1}}, "`aim` has gsm8k, which is neither `kept` nor a task"),
-        ({"merge": "tsv_m"}, "weights can be searched of ace, ace_relative and task_arithmetic"),
+        ({"merge": "tsv_m"}, "not of tsv_m; leave out `weight` and `by: expert`"),
         ({"merge": "linear"}, "linear has no λ that scales all"),
         ({"merge": "cart"}, "cart has no λ that scales all"),
         ({"score": "none.yml"}, "none.yml cannot be read"),
