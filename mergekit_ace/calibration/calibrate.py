@@ -164,7 +164,10 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         start = scaled_weights(base, merge, scale)
         way = f"On its texts, the merge goes {before:.2f} of the way from the base to an expert. "
         if scale != 1:
-            way += f"Its change of the base was first multiplied by {scale:g}; it then goes {share:.2f} of the way. "
+            way += (
+                f"Its change of the base was first multiplied by {scale:g}; it then goes "
+                f"{share:.2f} of the way. "
+            )
         if not quiet:
             click.echo(way)
     shares = [*[1 / len(experts)] * len(experts), 1.0]

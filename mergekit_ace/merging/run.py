@@ -205,7 +205,7 @@ def _try_prompt(folder: Path, plan: PlannedMerge, prompt: str) -> None:
                 text = (expected or prompt) if encoder else prompt + expected
                 labels = tokenizer(text, return_tensors="pt").input_ids.to(device)
                 loss = float(model(inputs if encoder else labels, labels=labels).loss)
-            click.echo(f"{source}: {said!r}, mean loss {loss:.5g}")
+            click.echo(f"{source}: {said!r}, loss per token {loss:.5g}")
     except Exception as error:  # of many kinds, from model classes, tokenizers and the prompt
         raise ConfigError(
             f"the merge is complete, and --try failed, which needs a model that generates text and "

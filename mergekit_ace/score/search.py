@@ -311,8 +311,8 @@ class _Search:
             text += f"\n{name} is no better than the base on its texts, and does not count."
         if best["validation"]["forgot"][0] > self.config.budget:
             text += (
-                f"\nOn the validation texts every merge forgets more than {self.config.budget:g} nats "
-                "(`budget`): lower the range of `lambda`, or raise the budget."
+                f"\nOn the validation texts every merge forgets more than {self.config.budget:g} "
+                "nats (`budget`): lower the range of `lambda`, or raise the budget."
             )
         front = {one.number for one in self.study.best_trials} if frontier else set()
         points = [

@@ -174,7 +174,7 @@ def test_models_that_bring_code(tmp_path, paths, monkeypatch):
     config, out = write_config(tmp_path / "merge.yml", ace_config(paths)), tmp_path / "merged"
     said = command(config, out, "--trust-remote-code", "--try", "t1 t2")
     assert "not checked" not in said
-    assert "mean loss" in said
+    assert "loss per token" in said
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     assert type(model).__name__ == "TinyForCausalLM"
 
@@ -201,7 +201,7 @@ def test_architectures_that_transformers_does_not_know(tmp_path, paths):
 
 def trials(text: str) -> list[tuple[str, str, float]]:
     """What base and result have said, and their losses."""
-    lines = re.findall(r"^(.*?): (['\"].*), mean loss (.*)$", text, re.MULTILINE)
+    lines = re.findall(r"^(.*?): (['\"].*), loss per token (.*)$", text, re.MULTILINE)
     return [(model, ast.literal_eval(said), float(loss)) for model, said, loss in lines]
 
 
