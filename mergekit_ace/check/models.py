@@ -308,6 +308,13 @@ def check_adapters(
                 f"the adapter {lora} was trained on {made_for}, not on {model.model}",
                 "put it onto the model that it was trained on",
             )
+        revision = settings.get("revision")
+        known = revision in (None, "main", model.model.revision)  # PEFT seldom writes it
+        if not known and not Path(model.model.path).is_dir():
+            yield Finding.warning(
+                f"the adapter {lora} was trained on revision {revision} of {model.model.path}",
+                f"write {model.model.path}@{revision}+{lora}",
+            )
     if adapted and merged_first and not options.lora_merge_cache:
         names = listed([str(lora) for _, lora in adapted])
         yield Finding.warning(

@@ -189,3 +189,16 @@ def test_a_tokenizer_that_was_not_downloaded_yet(tmp_path, paths, hub, monkeypat
     )
     config = ace_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
     assert "has no tokenizer" not in findings(tmp_path, config)["error"]
+
+
+@pytest.mark.parametrize(("trained", "told"), [("v2", True), ("v1", False), (None, False)])
+def test_adapters_of_another_revision_of_their_base(tmp_path, hub, trained, told):
+    hub()
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    settings = model.peft_config["default"]
+    settings.base_model_name_or_path, settings.revision = "org/expert", trained
+    model.save_pretrained(tmp_path / "adapter")
+    base = "org/expert@v1"
+    answer = findings(tmp_path, ace_config([base, f"{base}+{tmp_path / 'adapter'}"]))
+    expected = "was trained on revision v2 of org/expert → write org/expert@v2+"
+    assert (expected in answer["warning"].replace("\n", "")) == told
