@@ -71,13 +71,14 @@ def _draw(data: Dataset, most: int | None, seed: int) -> Dataset:
 
 
 def _read(config: DataConfig, split: str) -> Dataset:
-    from datasets import load_dataset, load_from_disk
+    from datasets import DatasetDict, load_dataset, load_from_disk
 
     whose, path = f"data {config.path} (split {split})", Path(config.path).expanduser()
     reader = _READERS.get(path.suffix.lower())
     if reader is None and path.is_file():
         raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
-    if (reader or (path / "state.json").is_file()) and split != config.split:
+    saved = [(path / name).is_file() for name in ("state.json", "dataset_dict.json")]
+    if (reader or saved[0]) and split != config.split:
         raise ConfigError(
             f"{whose} is one split; leave out validation_split and test_split, and a tenth each is "
             "held out"
@@ -85,10 +86,9 @@ def _read(config: DataConfig, split: str) -> Dataset:
     try:
         if reader is not None:
             data = load_dataset(reader, data_files=glob.escape(str(path)), split="train")
-        elif (path / "state.json").is_file():
+        elif any(saved):
             data = load_from_disk(path)
-        elif (path / "dataset_dict.json").is_file():
-            data = load_from_disk(path)[split]
+            data = data[split] if isinstance(data, DatasetDict) else data
         else:
             where = str(path) if path.exists() else config.path
             data = load_dataset(where, config.name, split=split)
