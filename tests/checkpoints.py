@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from reference import naive_tensor, task_vector_error
@@ -135,25 +136,30 @@ def expected_layout(model: PreTrainedModel, name: str, tensor: Tensor) -> str:
 
 
 def check_merge(
-    model_class: type, paths: list[str], merged: str | Path, bar: float = 5e-5, **parameters
-) -> tuple[PreTrainedModel, dict[str, int]]:
-    """Compare a merged checkpoint with the reference, tensor by tensor.
+    model_class: type,
+    paths: list[str],
+    merged: str | Path,
+    bar: float = 5e-5,
+    options_of: Callable[[str], dict[str, Any]] = lambda name: {},
+) -> dict[str, int]:
+    """Compare a merged checkpoint with the reference; how many tensors each layout had.
 
-    Returns the merged model and how many tensors each layout had.
+    A tensor may have options, and a layout, of its own.
     """
     base_model, base = state(model_class, paths[0])
     experts = [state(model_class, path)[1] for path in paths[1:]]
-    model, got = state(model_class, merged)
+    got = state(model_class, merged)[1]
     assert got.keys() == base.keys()
     seen: dict[str, int] = {}
     for name, tensor in base.items():
         if not tensor.is_floating_point():
             assert torch.equal(got[name], tensor), name
             continue
-        layout = expected_layout(base_model, name, tensor)
-        expected = naive_tensor(tensor, [e[name] for e in experts], layout, **parameters)
+        options = {"layout": expected_layout(base_model, name, tensor), **options_of(name)}
+        layout = options["layout"]
+        expected = naive_tensor(tensor, [e[name] for e in experts], **options)
         # a float32 file rounds every entry once, however small the task vector
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
         assert task_vector_error(got[name], expected, tensor) <= bar + rounding, (name, layout)
         seen[layout] = seen.get(layout, 0) + 1
-    return model, seen
+    return seen

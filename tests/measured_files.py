@@ -50,11 +50,7 @@ def write_statistics(
 ) -> str:
     """Write what was measured, by kind and name of a tensor: a list over the experts.
 
-    Args:
-        folder: where to.
-        measured: of which at least one kind is there.
-        models: of the experts.
-        others: names of tensors that are known, but of which nothing was measured.
+    The `others` are names of tensors that are known, but of which nothing was measured.
     """
     folder.mkdir(exist_ok=True)
     experts = []

@@ -4,7 +4,7 @@
 Explicit inverse, full SVD, one Gram matrix per expert. It shares no code with `mergekit_ace`.
 By default it departs from the paper where the package does: γ counts only where log τ spreads, and
 the refinement has the plain mean of the estimates. `heterogeneity="gamma"` and
-`refinement_mean="ridged"` are the paper's. The ridge is raised with `floor` alone.
+`refinement_mean="ridged"` are the paper's.
 """
 
 from __future__ import annotations
@@ -93,30 +93,21 @@ def naive_ace(
     return base + lambda_ * chosen
 
 
+RELATIVE = {"adaptive_normalization": "always", "spectral_refinement": "never"}
+RELATIVE |= {"centred": False, "structural_prior": False}
+
+
 def naive_relative(
     base: Tensor,
     experts: list[Tensor],
     weight: list[float] | None = None,
     *,
-    epsilon: float | None = None,
-    centred: bool = False,
-    structural_prior: bool = False,
     coefficients: list[float] | None = None,
-    **parameters,
+    **options,
 ) -> Tensor:
     """`ace_relative` of one matrix, (o, i), in float64."""
-    return naive_ace(
-        base,
-        experts,
-        weight,
-        epsilon=epsilon,
-        adaptive_normalization="always",
-        spectral_refinement="never",
-        centred=centred,
-        structural_prior=structural_prior,
-        coefficients=coefficients and [*coefficients, 1.0],
-        **parameters,
-    )
+    own = coefficients and [*coefficients, 1.0]
+    return naive_ace(base, experts, weight, coefficients=own, **RELATIVE | options)
 
 
 def naive_ridges(
@@ -243,6 +234,8 @@ def naive_tensor(
     if layout == "mean":
         weight, scale = parameters.get("weight"), parameters.get("lambda_", 1.0)
         return naive_mean(base, experts, weight, scale)
+    if layout == "table":
+        return naive_table(base, experts, epsilon=parameters["epsilon"])
     if layout == "transposed" and base.ndim == 2:
         return naive_ace(base.T, [e.T for e in experts], **parameters).T
     if layout == "flattened":

@@ -9,7 +9,7 @@ import transformers as tf
 from mergekit.common import ModelReference
 from safetensors.torch import save_file
 
-from mergekit_ace.methods.architecture import check_shapes, is_table, is_transposed, stored_layout
+from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
 
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 
@@ -23,21 +23,23 @@ def reference(config: tf.PretrainedConfig, architecture: str, folder) -> ModelRe
 def test_packed_experts(tmp_path):
     oss = tf.GptOssConfig(**SMALL, num_local_experts=2, intermediate_size=16, head_dim=8)
     model = reference(oss, "GptOssForCausalLM", tmp_path / "oss")
-    assert is_transposed(model, "model.layers.0.mlp.experts.gate_up_proj")
-    assert not is_transposed(model, "model.layers.0.mlp.experts.gate_up_proj_bias")
-    assert not is_transposed(model, "model.layers.0.self_attn.q_proj.weight")
+    layer = "model.layers.0"
+    assert stored_layout("auto", model, f"{layer}.mlp.experts.gate_up_proj", 3) == "transposed"
+    assert stored_layout("auto", model, f"{layer}.mlp.experts.gate_up_proj_bias", 2) == "mean"
+    assert stored_layout("auto", model, f"{layer}.self_attn.q_proj.weight", 2) == "matrix"
     scout = tf.Llama4TextConfig(**SMALL, num_local_experts=2, intermediate_size=16, head_dim=8)
     model = reference(scout, "Llama4ForCausalLM", tmp_path / "scout")
-    assert is_transposed(model, "model.layers.0.feed_forward.experts.down_proj")
+    down = "model.layers.0.feed_forward.experts.down_proj"
+    assert stored_layout("auto", model, down, 3) == "transposed"
 
 
 def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog):
-    assert not is_transposed(0, "transformer.h.1.attn.c_attn.weight")  # of tensors in memory
+    name = "transformer.h.1.attn.c_attn.weight"
+    assert stored_layout("auto", 0, name, 2) == "matrix"  # of tensors in memory
     assert not caplog.records
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     model = ModelReference.parse(str(tmp_path))
-    assert not is_transposed(model, "h.1.attn.c_attn.weight")
-    assert not is_transposed(model, "h.2.attn.c_attn.weight")
+    assert {stored_layout("auto", model, name, 2) for _ in range(2)} == {"matrix"}
     (record,) = [r for r in caplog.records if r.name.startswith("mergekit_ace")]
     assert str(tmp_path) in record.getMessage()
     assert "layout: transposed" in record.getMessage()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,106 +34,70 @@ T5 = {
 GPT2 = {"vocab_size": 40, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
 LABELS = {"num_labels": 3}
-SMALLEST = {"depth_multiplier": 0.25, "min_depth": 4}
-_MOBILENET = "MobileNetV2ForImageClassification"
-
-
-def _tokens() -> dict:
-    return {"input_ids": torch.arange(2, 14).reshape(2, 6)}
-
-
-def _pixels() -> dict:
-    return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)}
-
-
-def _pairs() -> dict:
-    return {**_tokens(), "labels": torch.arange(3, 15).reshape(2, 6)}
-
-
-def _model(kind: str, config: type, inputs: Callable[[], dict], **settings) -> tuple:
-    """Return what builds a model of a class of transformers, and what makes its inputs."""
-    return lambda: getattr(tf, kind)(config(**settings)), inputs
-
-
-_SLIDING = {"layer_types": ["sliding_attention"] * 2}
-_FEW = {"num_experts": 3, "moe_intermediate_size": 24}
-_BERT = {**TEXT, **HEADS, **LABELS, "max_position_embeddings": 32}
+QWEN = {**MOE, **HEAD, "num_experts": 3, "moe_intermediate_size": 24}
+PROJECTION = {"projection_dim": 16}
+BERT = {**TEXT, **HEADS, "max_position_embeddings": 32}
+CLIP = {"text_config": TOWER, "vision_config": VISION, **PROJECTION}
 MODELS = {
-    "llama": _model("LlamaForCausalLM", tf.LlamaConfig, _tokens, **LLAMA),
-    "mistral": _model("MistralForCausalLM", tf.MistralConfig, _tokens, **LLAMA),
-    "qwen3": _model("Qwen3ForCausalLM", tf.Qwen3Config, _tokens, **LLAMA, **HEAD),
-    "gemma3": _model(
-        "Gemma3ForCausalLM", tf.Gemma3TextConfig, _tokens, **LLAMA, **HEAD, **_SLIDING
-    ),
-    "gpt2": _model("GPT2LMHeadModel", tf.GPT2Config, _tokens, **GPT2),
-    "mixtral": _model("MixtralForCausalLM", tf.MixtralConfig, _tokens, **MOE, num_local_experts=3),
-    "qwen3_moe": _model("Qwen3MoeForCausalLM", tf.Qwen3MoeConfig, _tokens, **MOE, **HEAD, **_FEW),
-    "roberta": _model("RobertaForSequenceClassification", tf.RobertaConfig, _tokens, **_BERT),
-    "t5": _model("T5ForConditionalGeneration", tf.T5Config, _pairs, **T5),
-    "vit": _model("ViTForImageClassification", tf.ViTConfig, _pixels, **VISION, **LABELS),
-    "clip_vision": _model(
-        "CLIPVisionModelWithProjection", tf.CLIPVisionConfig, _pixels, **VISION, projection_dim=16
-    ),
-    "clip_text": _model(
-        "CLIPTextModelWithProjection", tf.CLIPTextConfig, _tokens, **TOWER, projection_dim=16
-    ),
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "mistral": ("MistralForCausalLM", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA | HEAD),
+    "gemma3": ("Gemma3ForCausalLM", LLAMA | HEAD | {"layer_types": ["sliding_attention"] * 2}),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "mixtral": ("MixtralForCausalLM", MOE | {"num_local_experts": 3}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN),
+    "roberta": ("RobertaForSequenceClassification", BERT | LABELS),
+    "t5": ("T5ForConditionalGeneration", T5),
+    "vit": ("ViTForImageClassification", VISION | LABELS),
+    "clip_vision": ("CLIPVisionModelWithProjection", VISION | PROJECTION),
+    "clip_text": ("CLIPTextModelWithProjection", TOWER | PROJECTION),
 }
 HAS = {"gpt2": "transposed", "mixtral": "stacked", "qwen3_moe": "stacked"}
 # Models without embeddings: both CLIP towers, and convolutions, some of them depthwise.
 WITHOUT = {
-    "clip": (
-        lambda: tf.CLIPModel(
-            tf.CLIPConfig(text_config=TOWER, vision_config=VISION, projection_dim=16)
-        ),
-        lambda: {**_tokens(), **_pixels()},
+    "clip": ("CLIPModel", CLIP),
+    "resnet": ("ResNetForImageClassification", RESNET | LABELS),
+    "mobilenet": (
+        "MobileNetV2ForImageClassification", {"depth_multiplier": 0.25, "min_depth": 4, **LABELS}
     ),
-    "resnet": _model("ResNetForImageClassification", tf.ResNetConfig, _pixels, **RESNET, **LABELS),
-    "mobilenet": _model(_MOBILENET, tf.MobileNetV2Config, _pixels, **SMALLEST, **LABELS),
-}
-
-
+}  # fmt: skip
 # mergekit does not know that transformers 5 saves ViT under other names than it has in memory, and
 # would leave them out: the checkpoint must be saved with the names in memory.
 SAVE = {"vit": {"save_original_format": False}}
 
 
-def _finite(model, inputs: dict) -> bool:
-    with torch.no_grad():
-        output = model(**inputs)
-    values = output.get("logits", output[0])
-    return bool(torch.isfinite(values).all())
+def small_model(name: str) -> tf.PreTrainedModel:
+    """Build one of these models, always with the same weights."""
+    name, settings = (MODELS | WITHOUT)[name]
+    kind = getattr(tf, name)
+    torch.manual_seed(0)
+    return kind(kind.config_class(**settings))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_merge_of_an_architecture(name, tmp_path, mergekit_yaml, caplog):
-    build, inputs = MODELS[name]
-    torch.manual_seed(0)
-    model = build()
+    model = small_model(name)
     paths = save_family(model, tmp_path, **SAVE.get(name, {}))
     out = mergekit_yaml(ace_config(paths))
-    merged, layouts = check_merge(type(model), paths, out)
+    layouts = check_merge(type(model), paths, out)
     assert layouts["matrix"] >= 2
     assert layouts["mean"] >= 2
     if name in HAS:
         assert layouts[HAS[name]] >= 4
-    assert _finite(merged, inputs())
     assert not [r for r in caplog.records if r.name.startswith("mergekit_ace")]
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_without_embeddings_go_by_the_names_of_their_tensors(name, tmp_path):
     """BatchNorm keeps the base's counters, and gets the mean of the experts' statistics."""
-    build, inputs = WITHOUT[name]
-    torch.manual_seed(0)
-    model = build()
+    model = small_model(name)
     paths = save_family(model, tmp_path)
     config = tmp_path / "merge.yml"
     config.write_text(yaml.safe_dump(ace_config(paths)))
     answer = CliRunner().invoke(main, ["merge", str(config), str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
-    merged, layouts = check_merge(type(model), paths, tmp_path / "out")
+    layouts = check_merge(type(model), paths, tmp_path / "out")
     assert ("flattened" in layouts) == (name != "clip")
-    assert _finite(merged, inputs())
     answer = CliRunner().invoke(main, ["check", str(config)])
     assert answer.exit_code == 0
     assert "mergekit has no description of" in answer.output
@@ -149,48 +112,50 @@ def test_checkpoints_that_mergekit_yaml_cannot_read_go_through_mergekit_pytorch(
     name, tmp_path, mergekit_pytorch
 ):
     """Both CLIP towers at once, and ViT as it lies on the Hub."""
-    build, inputs = (MODELS | WITHOUT)[name]
-    torch.manual_seed(0)
-    model = build()
+    model = small_model(name)
     paths = save_family(model, tmp_path)
     out = mergekit_pytorch(ace_config([f"{path}/model.safetensors" for path in paths]))
     shutil.copy(f"{paths[0]}/config.json", out)
-    merged, layouts = check_merge(type(model), paths, out)
+    layouts = check_merge(type(model), paths, out)
     assert layouts["matrix"] >= 10
-    assert _finite(merged, inputs())
 
 
-# Models of 2026 by their model types, with their classes, and their configs in the examples.
+# Classes with the model types of their configs, and what they are in the examples.
 NAMED = {
-    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3.5-vision"),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3.5-vision"),
-    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3-next-moe"),
-    "qwen3_next": ("Qwen3NextForCausalLM", "qwen3-next-moe"),
-    "gpt_oss": ("GptOssForCausalLM", "gpt-oss-20b"),
-    "gemma3": ("Gemma3ForConditionalGeneration", "gemma-3-4b-vision"),
-    "gemma4": ("Gemma4ForConditionalGeneration", "gemma-3-4b-vision"),
-    "mistral3": ("Mistral3ForConditionalGeneration", "mistral-small-3.1"),
-    "glm4": ("Glm4ForCausalLM", "olmo-3-7b"),
-    "glm4_moe": ("Glm4MoeForCausalLM", "glm-4.5-air-moe"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "glm-4.5-air-moe"),
-    "kimi_k25": ("Kimi_K25ForConditionalGeneration", "glm-4.5-air-moe"),
-    "llama4": ("Llama4ForConditionalGeneration", "llama-4-scout"),
-    "phi3": ("Phi3ForCausalLM", "olmo-3-7b"),
-    "olmo3": ("Olmo3ForCausalLM", "olmo-3-7b"),
-    "smollm3": ("SmolLM3ForCausalLM", "olmo-3-7b"),
-    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "granite-4-hybrid"),
-    "falcon_h1": ("FalconH1ForCausalLM", "lfm2-hybrid"),
-    "lfm2": ("Lfm2ForCausalLM", "lfm2-hybrid"),
-    "mamba2": ("Mamba2ForCausalLM", "lfm2-hybrid"),
-    "hunyuan_vl": ("HunYuanVLForConditionalGeneration", ""),
-    "qianfan_ocr": ("QianfanOCRForConditionalGeneration", ""),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3.5-vision"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "qwen3.5-vision"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3-next-moe"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "qwen3-next-moe"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt-oss-20b"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "gemma-3-4b-vision"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma-3-4b-vision"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "mistral-small-3.1"),
+    "Glm4ForCausalLM": ("glm4", "olmo-3-7b"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "glm-4.5-air-moe"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "glm-4.5-air-moe"),
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "glm-4.5-air-moe"),
+    "Llama4ForConditionalGeneration": ("llama4", "llama-4-scout"),
+    "Phi3ForCausalLM": ("phi3", "olmo-3-7b"),
+    "Olmo3ForCausalLM": ("olmo3", "olmo-3-7b"),
+    "SmolLM3ForCausalLM": ("smollm3", "olmo-3-7b"),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "granite-4-hybrid"),
+    "FalconH1ForCausalLM": ("falcon_h1", "lfm2-hybrid"),
+    "Lfm2ForCausalLM": ("lfm2", "lfm2-hybrid"),
+    "Mamba2ForCausalLM": ("mamba2", "lfm2-hybrid"),
+    "HunYuanVLForConditionalGeneration": ("hunyuan_vl", ""),
+    "QianfanOCRForConditionalGeneration": ("qianfan_ocr", ""),
+    "MixtralForCausalLM": ("mixtral", ""),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", ""),
+    "ViTForImageClassification": ("vit", ""),
+    "BertModel": ("bert", ""),
+    "BertForMaskedLM": ("bert", ""),
 }
 
 
-@pytest.mark.parametrize("model_type", NAMED)
-def test_models_of_2026(model_type, tmp_path):
+@pytest.mark.parametrize("name", NAMED)
+def test_models_by_the_names_in_their_files(name, tmp_path):
     """All tensors in files are those of the reference; `check` passes the config of the kind."""
-    name, example = NAMED[model_type]
+    model_type, example = NAMED[name]
     linear_attention = "qwen3_5" in model_type or model_type == "qwen3_next"  # in three of four
     model = tiny_model(name, model_type, layers=4 if linear_attention else 2)
     paths = save_family(model, tmp_path)

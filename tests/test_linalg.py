@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from matrices import family
@@ -58,6 +56,7 @@ def settings_put_back():
 @pytest.mark.parametrize("setting", ["highest", "medium"])
 @pytest.mark.parametrize("single", [True, False], ids=["one switch", "a switch per backend"])
 def test_the_settings_of_the_caller_come_back(rng, monkeypatch, setting, single):
+    """Also where merges run side by side: the first to leave changes nothing for the other."""
     base, experts = family(rng, 80, 60, 3, noise=1.0)
     expected, _ = merge_matrix(base, experts)
     if single:
@@ -65,11 +64,12 @@ def test_the_settings_of_the_caller_come_back(rng, monkeypatch, setting, single)
     torch.set_float32_matmul_precision(setting)
     before, outside = precisions(), threads()
     torch.set_num_threads(3)
-    with full_precision():
-        with full_precision():
-            pass
+    first, second = full_precision(), full_precision()
+    for step in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
+        step()
         assert set(precisions()) <= EXACT
         assert threads() == {3}
+    second.__exit__(None, None, None)
     assert precisions() == before
     assert torch.get_float32_matmul_precision() == setting
     with pytest.raises(KeyError), full_precision():
@@ -78,27 +78,3 @@ def test_the_settings_of_the_caller_come_back(rng, monkeypatch, setting, single)
     torch.set_num_threads(1)
     assert threads() == outside
     assert torch.equal(merge_matrix(base, experts)[0], expected)
-
-
-@pytest.mark.usefixtures("settings_put_back")
-def test_side_by_side():
-    """The first to leave must not change it for the one that still computes."""
-    torch.set_float32_matmul_precision("medium")
-    left, seen = threading.Event(), []
-
-    def stay():
-        with full_precision():
-            inside.set()
-            left.wait(10)
-            seen.extend(precisions())
-
-    inside = threading.Event()
-    with full_precision():
-        thread = threading.Thread(target=stay)
-        thread.start()
-        inside.wait(10)
-    left.set()
-    thread.join()
-    assert seen
-    assert set(seen) <= EXACT
-    assert torch.get_float32_matmul_precision() == "medium"

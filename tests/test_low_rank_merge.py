@@ -171,12 +171,3 @@ def test_the_rank_is_cut_by_the_singular_values_of_each_matrix(stack):
     assert torch.allclose(cut.delta.dense(), nearest, atol=1e-12)
     assert cut.lost == pytest.approx(float(values[..., 4:].square().sum()))
     assert torch.allclose(cut.delta.left.norm(dim=-2), cut.delta.right.norm(dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("layout", "shape"), [("stacked", (12, 5, 3, 3)), ("transposed", (6, 5, 3))]
-)
-def test_a_layout_that_is_not_of_low_rank_is_refused(layout, shape):
-    method = merge_methods.get("ace")
-    with pytest.raises(ValueError, match=r"layer\.weight of shape .* is not of low rank"):
-        merge_low_rank(method, family(shape), settings_of(method, 3, layout))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,18 +104,6 @@ def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, s
         assert task_vector_error(got, naive_tensor(base, experts), base) <= 5e-5
 
 
-def check(out, paths: list[str], options_of: Callable[[str], dict]) -> None:
-    """Compare a merge with the reference, by the options that every tensor has."""
-    base, *experts = (checkpoint(path) for path in paths)
-    merged = checkpoint(out)
-    for name, tensor in base.items():
-        options = {"layout": "matrix" if tensor.ndim == 2 else "mean", **options_of(name)}
-        if options["layout"] == "mean":
-            options.pop("epsilon", None)
-        expected = naive_tensor(tensor, [expert[name] for expert in experts], **options)
-        assert task_vector_error(merged[name], expected, tensor) <= 1e-4, name
-
-
 def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path)
     sources = [[{"model": p, "layer_range": [n, n + 1]} for p in paths] for n in (0, 1)]
@@ -128,7 +115,8 @@ def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
     ]
     later = ("model.layers.1.", "model.norm", "lm_head")
     options = {True: {"lambda_": 0.7}, False: {"lambda_": 0.5}}
-    check(mergekit_yaml(config), paths, lambda name: options[name.startswith(later)])
+    out = mergekit_yaml(config)
+    check_merge(LlamaForCausalLM, paths, out, 1e-4, lambda name: options[name.startswith(later)])
 
 
 def test_filters_and_gradients(tmp_path, mergekit_yaml):
@@ -149,7 +137,7 @@ def test_filters_and_gradients(tmp_path, mergekit_yaml):
         layout = {"layout": "mean"} if "embed_tokens" in name else {}
         return {**options, **layout, "epsilon": 1e-3}
 
-    check(mergekit_yaml(config), paths, options_of)
+    check_merge(LlamaForCausalLM, paths, mergekit_yaml(config), 1e-4, options_of)
 
 
 @pytest.mark.parametrize(

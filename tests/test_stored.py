@@ -14,19 +14,13 @@ from checkpoints import ace_config, fine_tuned, save_family
 from click.testing import CliRunner
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
-from sweep import merge_outcome
-from test_architectures import HEADS, MODELS, TEXT, VISION
+from test_architectures import BERT, HEADS, TEXT
+from tiny_models import tiny_model
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mergekit_ace.cli import main
 
-BERT = {**TEXT, **HEADS, "max_position_embeddings": 32}
 LLAMA = {**TEXT, **HEADS, "head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 32}
-LANGUAGE = {**LLAMA, "model_type": "mistral"}
-PIXTRAL = tf.Mistral3Config(
-    text_config=LANGUAGE, vision_config={**VISION, "model_type": "pixtral", "head_dim": 8},
-    image_token_index=30, tie_word_embeddings=False,
-)  # fmt: skip
 
 
 def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
@@ -42,30 +36,11 @@ def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder, "model.safetensors"))
 
 
-KINDS = {
-    "mixtral": MODELS["mixtral"][0],
-    "qwen3_moe": MODELS["qwen3_moe"][0],
-    "vit": MODELS["vit"][0],
-    "bert": lambda: tf.BertModel(tf.BertConfig(**BERT)),
-    "masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**BERT)),
-    "mistral3": lambda: tf.Mistral3ForConditionalGeneration(PIXTRAL),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_names_are_those_of_the_files(tmp_path, kind):
-    torch.manual_seed(0)
-    model = KINDS[kind]()
-    paths = save_family(model, tmp_path)
-    assert merge_outcome(type(model), paths, tmp_path) == ("works", "")
-
-
 @pytest.mark.parametrize("multimodal", [0, 1])
 def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     """An error shows both names; where mixing is asked for, they are matched by these."""
-    torch.manual_seed(0)
-    kinds = [tf.Mistral3ForConditionalGeneration(PIXTRAL)]
-    kinds.insert(1 - multimodal, tf.MistralForCausalLM(PIXTRAL.get_text_config()))
+    kinds = [tiny_model("Mistral3ForConditionalGeneration", "mistral3", layers=2)]
+    kinds.insert(1 - multimodal, tf.MistralForCausalLM(kinds[0].config.get_text_config()))
     kinds.append(fine_tuned(kinds[1], seed=1))
     paths = [str(tmp_path / f"m{n}") for n in range(3)]
     for path, model in zip(paths, kinds, strict=True):

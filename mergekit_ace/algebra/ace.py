@@ -203,32 +203,19 @@ def merge_tensor(
         select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
     )
     fixed = resolve_layout(layout, None, base.ndim)
+    formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)
     if isinstance(options, AceOptions | RelativeOptions):
-        formula = partial(_closed_form, fixed, options, given[-1], measured)
-    else:
-        formula = partial(_merge_plus, fixed, options, measured)
+        known = {"options": options, "layout": fixed, "measured": measured}
+        formula = partial(_merge_one_sided, **known, refinement=given[-1])
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
-def _closed_form(
-    layout: FixedLayout,
-    options: AceOptions | RelativeOptions,
-    refinement: float,
-    measured: MeasuredInputs | None,
-    base: Tensor,
-    active: ActiveExperts,
-) -> tuple[Tensor, MatrixRecord]:
-    if layout == "table" and isinstance(options, RelativeOptions):
-        return merge_table(base, active, options, measured)
-    return _merge_changed(base, active, options, refinement, measured)
-
-
 def _merge_plus(
-    layout: FixedLayout,
-    options: PlusOptions,
-    measured: MeasuredInputs | None,
     base: Tensor,
     active: ActiveExperts,
+    options: PlusOptions,
+    layout: FixedLayout,
+    measured: MeasuredInputs | None,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix by `ace_plus`: a table or a long one by sums of two merges."""
     if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
@@ -237,7 +224,7 @@ def _merge_plus(
     relative = RelativeOptions.model_validate(
         {"lambda": scale, "compute_dtype": options.compute_dtype}
     )
-    merged, record = _closed_form(layout, relative, 1.0, measured, base, active)
+    merged, record = _merge_one_sided(base, active, relative, layout, measured)
     scale = STRENGTH * ORTHOGONAL_SHARE * options.scale
     return add_orthogonal_sum(merged, base, active, scale), replace(record, rule="ace_plus")
 
@@ -260,14 +247,17 @@ def merge_matrix(
     return merged, record.matrices[0]
 
 
-def _merge_changed(
+def _merge_one_sided(
     base: Tensor,
     active: ActiveExperts,
     options: AceOptions | RelativeOptions,
-    refinement: float,
+    layout: FixedLayout,
     measured: MeasuredInputs | None,
+    refinement: float = 1.0,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
+    if layout == "table" and isinstance(options, RelativeOptions):
+        return merge_table(base, active, options, measured)
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +58,7 @@ class MatrixInspection(MatrixRecord):
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
-    if wanted >= count:
-        return list(range(count))
-    return [round(n * (count - 1) / max(1, wanted - 1)) for n in range(wanted)]
+    return np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()
 
 
 def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:

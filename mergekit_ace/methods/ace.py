@@ -10,13 +10,7 @@ from typing import Any, ClassVar
 from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import (
-    AceOptions,
-    PlusOptions,
-    RelativeOptions,
-    RidgeOptions,
-    merge_tensor,
-)
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import LONGEST, STEPS
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
@@ -43,9 +37,6 @@ from mergekit_ace.methods.parameters import (
     option_parameters,
 )
 
-# A flatness of Σ S_t: 0.78 in the median after Muon, 0.10 after AdamW (the judge's llama families).
-WHITENED = 0.5
-SMALLEST = 128  # columns of a matrix whose covariance is worth a word
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
 _FILES = (COEFFICIENTS, COVARIANCES, MIX, TASK)
 
@@ -85,23 +76,6 @@ class RidgeMethod(TaskVectorMethod):
         if record.layout == read.layout:  # and not averaged after all
             record = replace(record, layout=settings.layout)
         return merged, record
-
-    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
-        super().mention(settings, record)
-        if "statistics" in settings.parameters:  # RegMean: its ridges are of measured covariances
-            return
-        chosen = self.options(settings)
-        options = chosen if isinstance(chosen, RidgeOptions) else RelativeOptions()
-        if options.epsilon_scale != "spectrum" or record.shape[-1:] < (SMALLEST,):
-            return
-        estimated = [m.ridge for m in record.matrices if m.ridge and m.mix is None]
-        # tr(S)² / (i ‖S‖²), 1 of the identity: the ridge is ε over it
-        if any(options.ridge > WHITENED * ridge for ridge in estimated):
-            notice(
-                f"{self.spec.name}: in {{tensors}} the experts' updates are nearly whitened, as "
-                "Muon leaves them: covariances from weights say little there, and those that "
-                "`mergekit-ace statistics` measures more"
-            )
 
     def check_settings(self, settings: TensorSettings) -> None:
         given = [name for name in _OF_INPUTS if settings.parameters.get(name) is not None]

@@ -36,10 +36,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.task_vectors import FixedLayout, RelativeLayout, resolve_layout
@@ -66,17 +63,12 @@ class Kinds:
     convolutional: bool = False  # whether the network has no embeddings, as a ResNet
 
 
-def is_transposed(model: Hashable, tensor_name: str | None) -> bool:
-    """Return whether the architecture of a model stores a weight of any layer as (…, in, out).
+def is_table(model: Hashable, tensor_name: str | None) -> bool:
+    """Return whether rows of a weight are looked up, also where it is the head.
 
     The first question about a model, which builds it, must come from the main thread: others do not
     know whether remote code is trusted.
     """
-    return _is_among(_kinds(model).transposed, tensor_name)
-
-
-def is_table(model: Hashable, tensor_name: str | None) -> bool:
-    """Return whether rows of a weight are looked up, also where it is the head; see above."""
     return _is_among(_kinds(model).tables, tensor_name)
 
 
@@ -184,9 +176,8 @@ def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTr
 
 def lacks_embeddings(network: PreTrainedModel) -> bool:
     """Return whether a model is one that mergekit does not infer: a ResNet has no embeddings."""
-    inner: Any = network.base_model
     try:
-        inner.get_input_embeddings()
+        network.base_model.get_input_embeddings()  # pyright: ignore
     except NotImplementedError:
         return True
     return False
@@ -369,16 +360,16 @@ def find_architecture(
 def _other_architecture(
     model: ModelReference, donor: ModelReference, configs: Mapping[ModelReference, PretrainedConfig]
 ) -> str:
-    kinds = [(configs[one].architectures or ["?"])[0] for one in (model, donor)]
-    first = [
-        min((n for n in _names_in_files(one) if _LAYER.search(n)), key=natural_order, default="")
-        for one in (model, donor)
-    ]
+    kinds, firsts = [], []
+    for one in (model, donor):
+        kinds.append((configs[one].architectures or ["?"])[0])
+        layers = filter(_LAYER.search, _names_in_files(one))
+        firsts.append(min(layers, key=natural_order, default=""))
     return (
-        f"{model} is a {kinds[0]}, and {donor}, of which the result has its config, a {kinds[1]}: "
-        f"the one has tensors such as {first[0]}, the other such as {first[1]}. Set base_model to "
-        "the model that the experts were fine-tuned from; or give --allow-crimes, which merges "
-        "tensors whose names are the same but for `language_model.`"
+        f"{model} is a {kinds[0]} with tensors such as {firsts[0]}, and {donor}, which gives the "
+        f"config, a {kinds[1]} with such as {firsts[1]}. Set base_model to the model that the "
+        "experts were fine-tuned from, or give --allow-crimes, which merges tensors whose names "
+        "are the same but for `language_model.`"
     )
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
 from mergekit_ace.algebra.task_vectors import FixedLayout, IllConditionedError, TensorRecord
-from mergekit_ace.methods.architecture import check_shapes, is_transposed, stored_layout
+from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
 from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.naming import is_running_statistic
@@ -241,7 +241,7 @@ class TaskVectorMethod(GroupMergeMethod):
         if group_name is not None:
             check_shapes(group_name, experts, base_id, method=self.spec.name)
             if self.layouts:
-                is_transposed(base_id, group_name)  # mergekit plans on the main thread: see there
+                is_table(base_id, group_name)  # mergekit plans on the main thread: see there
 
     @torch.no_grad()
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> Tensor:
@@ -306,16 +306,11 @@ def merge_low_rank(
 ) -> LowRankMerge:
     """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
 
-    The method's merge stays in the span, see `TaskVectorMethod.leaves_span`. `rank` is the most
-    that the result may have. A `ValueError` says if the layout reads nothing of low rank.
+    The method's merge stays in the span, see `TaskVectorMethod.leaves_span`, and what the layout
+    reads is of low rank. `rank` is the most that the result may have.
     """
     first, layout = next(filter(None, deltas)), settings.layout
     stacked = first.left.ndim == 3
-    if not has_low_rank(layout, len(first.shape), stack=stacked):
-        raise ValueError(
-            f"{describe(settings.name)} of shape {first.shape} is not of low rank where `layout` "
-            f"is {layout}; leave `layout` out, or merge full models by mergekit-yaml"
-        )
     views = [delta and delta.read_as(layout) for delta in deltas]
     if layout == "table":
         merged, lost, record = _merge_table(method, views, settings, rank)
@@ -395,26 +390,21 @@ def check_models(
     where = f" (for {group_name})" if group_name else ""
     experts = [model for model in input_ids if model != base_id]
     if base_id is None:
-        problem = (
-            f"there is no base model{where}. The method works on the differences between experts "
-            "and the model they were fine-tuned from. Add to the config a line\n"
-            "    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
-            "(in Python: base_index=, or base=)."
-        )
+        problem = f"there is no base model{where}, which the experts were fine-tuned from"
+        remedy = "Add to the config a line\n    base_model: NAME_OR_PATH_OF_THAT_MODEL\n"
+        remedy += "(in Python: base_index=, or base=)"
+    elif base_id not in input_ids and ".slices[" in where:
+        problem = f"the base model {base_id} is not among the sources{where}"
+        remedy = "List it in every slice, with its layer_range, beside the experts"
     elif base_id not in input_ids:
-        problem = f"the base model {base_id} has no tensor{where}, but an expert has. Save both "
-        problem += "with the same heads, tied or untied, or take the tensor out of the expert."
-        if ".slices[" in where:
-            problem = f"the base model {base_id} is not among the sources{where}. List it in every "
-            problem += "slice, with its layer_range, beside the experts."
+        problem = f"the base model {base_id} has no tensor{where}, but an expert has"
+        remedy = "Save both with the same heads, tied or not, or take it out of the expert"
     elif not experts:
-        problem = (
-            f"there is no expert besides the base model {base_id}{where}. List at least one "
-            "fine-tuned model under models:."
-        )
+        problem = f"there is no expert besides the base model {base_id}{where}"
+        remedy = "List at least one fine-tuned model under models:"
     else:
         return experts
-    raise ValueError(f"{method}: {problem}")
+    raise ValueError(f"{method}: {problem}. {remedy}.")
 
 
 def check_finite(method: str, group: TensorGroup) -> None:
@@ -423,8 +413,7 @@ def check_finite(method: str, group: TensorGroup) -> None:
         if not is_finite(entry.tensor):
             raise ValueError(
                 f"{method}: {describe(group.metadata.name)} of model {entry.id} contains NaN or "
-                "Inf. The checkpoint is damaged, or its dtype overflowed: check it, or leave the "
-                "model out."
+                "Inf; leave the model out, or save it again, in a dtype with more range"
             )
 
 
@@ -473,9 +462,8 @@ def first_that_fits(
         if where.type == "cpu":
             break
         LOG.warning(
-            "%s: %s does not fit into the free memory of %s; merged on the CPU instead, which "
-            "takes longer. Other work on the device, or tensors that --read-to-gpu and "
-            "--low-cpu-memory keep there, leave it less.",
+            "%s: %s does not fit into the free memory of %s; merged on the CPU instead. "
+            "--read-to-gpu and --low-cpu-memory keep tensors there, and leave it less.",
             method, describe(name), device,
         )  # fmt: skip
     raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")

@@ -29,15 +29,10 @@ and average vectors, unless they say otherwise.
 TABLE = "| parameter | default | allowed | meaning |\n|---|---|---|---|"
 
 
-def known_methods() -> dict[str, TaskVectorMethod]:
-    """Return the methods of our kind that are registered with mergekit, by name."""
-    methods = merge_methods.registered_methods()
-    return {m.spec.name: m for m in methods if isinstance(m, TaskVectorMethod)}
-
-
 def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
-    """Return all methods, or the one of a name; a `ValueError` lists them where it is unknown."""
-    known = known_methods()
+    """Return all methods of our kind that mergekit has, or the one of a name; else an error."""
+    registered = merge_methods.registered_methods()
+    known = {m.spec.name: m for m in registered if isinstance(m, TaskVectorMethod)}
     if name is not None and name not in known:
         raise ValueError(f"there is no method {name!r} here; there are {', '.join(known)}")
     return list(known.values()) if name is None else [known[name]]

@@ -21,7 +21,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from test_architectures import MODELS
+from test_architectures import small_model
 
 from mergekit_ace.check.check import Preflight, check_merge
 from mergekit_ace.cli import main
@@ -64,8 +64,7 @@ def test_operations_depend_on_the_rule(tmp_path, paths):
 
 def test_experts_that_are_packed_in_memory(tmp_path):
     """They are merged one by one, under the names in the files."""
-    torch.manual_seed(0)
-    paths = save_family(MODELS["mixtral"][0](), tmp_path)
+    paths = save_family(small_model("mixtral"), tmp_path)
     stored = load_file(f"{paths[0]}/model.safetensors")
     result = checked(tmp_path, ace_config(paths))
     assert result.ok, result.text

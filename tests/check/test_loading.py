@@ -12,7 +12,7 @@ from catalogue import findings
 from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
-from test_architectures import MODELS, SAVE
+from test_architectures import MODELS, SAVE, small_model
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from mergekit_ace.check.check import treat_unplanned
@@ -38,8 +38,7 @@ def left_out(
 
 
 def saved(name: str, folder: Path, **save) -> list[str]:
-    torch.manual_seed(0)
-    return save_family(MODELS[name][0](), folder, **save)
+    return save_family(small_model(name), folder, **save)
 
 
 def problem(result: str | Path, origin: str | Path) -> str:

@@ -14,7 +14,7 @@ from catalogue import NAMES, NOTHING, family_config, findings, save_tokenizer
 from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
 from measured_files import measured_checkpoints, needs_statistics
 from safetensors.torch import load_file
-from test_architectures import MODELS, VISION
+from test_architectures import VISION, small_model
 from test_mistakes import each, first, listing, method, modules, parameters, slices, top
 from test_mistakes_in_checkpoints import Make, adapter, words
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -146,7 +146,7 @@ def test_examples(tmp_path, monkeypatch, name):
     config = yaml.safe_load((EXAMPLES / "configs" / f"{name}.yml").read_text())
     torch.manual_seed(0)
     if name == "mixtral-8x7b-moe":
-        model = MODELS["mixtral"][0]()
+        model = small_model("mixtral")
     elif name == "gemma-3-4b-vision":
         text = {**LLAMA, "head_dim": 8}
         settings = Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=4)

@@ -18,7 +18,7 @@ from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family,
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from sharded import SHARDS, command, linear, refusal, save_tokenizer, write_config
-from test_architectures import MODELS
+from test_architectures import small_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -49,9 +49,6 @@ def save_talkers(folder: Path, model) -> list[str]:
     return paths
 
 
-def built(name: str):
-    torch.manual_seed(0)
-    return MODELS[name][0]()
 
 
 def test_errors_end_it_before_it_starts(tmp_path, paths):
@@ -73,7 +70,7 @@ def test_warnings_are_said_and_stop_nothing(tmp_path, paths):
 
 def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path):
     """Of a config that merges only some modules of its models."""
-    settings = linear(save_family(built("t5"), tmp_path))
+    settings = linear(save_family(small_model("t5"), tmp_path))
     settings["modules"] = {"decoder": {"models": settings.pop("models")}}
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     text = refusal(config, out)
@@ -224,7 +221,9 @@ def test_a_trial_says_what_transformers_says(tmp_path, paths):
 
 
 def test_a_trial_of_an_encoder_and_decoder(tmp_path):
-    config = write_config(tmp_path / "merge.yml", ace_config(save_talkers(tmp_path, built("t5"))))
+    config = write_config(
+        tmp_path / "merge.yml", ace_config(save_talkers(tmp_path, small_model("t5")))
+    )
     found = trials(command(config, tmp_path / "merged", "--try", PROMPT))
     assert [math.isfinite(loss) for *_, loss in found] == [True, True]
 
@@ -232,7 +231,7 @@ def test_a_trial_of_an_encoder_and_decoder(tmp_path):
 @pytest.mark.parametrize(("name", "prompt"), [("vit", PROMPT), ("llama", " "), ("llama", "t39")])
 def test_trials_that_fail(tmp_path, name, prompt):
     """The merge is complete: of models without text, prompts of nothing, tokens without a row."""
-    model = tiny_llama(vocab_size=30) if name == "llama" else built(name)
+    model = tiny_llama(vocab_size=30) if name == "llama" else small_model(name)
     paths = save_family(model, tmp_path)
     if name != "vit":
         for path in paths:
