@@ -14,8 +14,7 @@ from checkpoints import ace_config, fine_tuned, save_family
 from click.testing import CliRunner
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
-from test_architectures import BERT, HEADS, TEXT
-from tiny_models import tiny_model
+from test_architectures import BERT, HEADS, TEXT, VISION
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mergekit_ace.cli import main
@@ -39,8 +38,14 @@ def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("multimodal", [0, 1])
 def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     """An error shows both names; where mixing is asked for, they are matched by these."""
-    kinds = [tiny_model("Mistral3ForConditionalGeneration", "mistral3", layers=2)]
-    kinds.insert(1 - multimodal, tf.MistralForCausalLM(kinds[0].config.get_text_config()))
+    torch.manual_seed(0)
+    vision = {**VISION, "model_type": "pixtral", "head_dim": 8}
+    config = tf.Mistral3Config(
+        text_config={**LLAMA, "model_type": "mistral"}, vision_config=vision,
+        image_token_index=30, tie_word_embeddings=False,
+    )  # fmt: skip
+    kinds = [tf.Mistral3ForConditionalGeneration(config)]
+    kinds.insert(1 - multimodal, tf.MistralForCausalLM(config.get_text_config()))
     kinds.append(fine_tuned(kinds[1], seed=1))
     paths = [str(tmp_path / f"m{n}") for n in range(3)]
     for path, model in zip(paths, kinds, strict=True):

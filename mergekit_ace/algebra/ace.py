@@ -52,6 +52,7 @@ from mergekit_ace.algebra.task_vectors import (
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
+UNMEASURED = MeasuredInputs()
 CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
@@ -161,7 +162,7 @@ def merge_tensor(
     coefficients: Sequence[float] | None = None,
     *,
     space: CoreSpace | None = None,
-    measured: MeasuredInputs | None = None,
+    measured: MeasuredInputs = UNMEASURED,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging, `ace_relative` or `ace_plus`.
 
@@ -215,7 +216,7 @@ def _merge_plus(
     active: ActiveExperts,
     options: PlusOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs | None,
+    measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix by `ace_plus`: a table or a long one by sums of two merges."""
     if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
@@ -236,7 +237,7 @@ def merge_matrix(
     options: PlusOptions | None = None,
     coefficients: Sequence[float] | None = None,
     *,
-    measured: MeasuredInputs | None = None,
+    measured: MeasuredInputs = UNMEASURED,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix, (o, i), as `merge_tensor` does."""
     if base.ndim != 2:
@@ -252,7 +253,7 @@ def _merge_one_sided(
     active: ActiveExperts,
     options: AceOptions | RelativeOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs | None,
+    measured: MeasuredInputs,
     refinement: float = 1.0,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
@@ -287,7 +288,7 @@ def _merge_one_sided(
     problem = _regression(base, active, options, normalized, measured)
     if problem is None:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    if problem.measured and measured:
+    if problem.measured:
         known["mix"] = measured.mix
     problem = replace(problem, rank=rank, refinement=refinement)
     return merge_by_ridge(base, active, problem, options.scale, **known)
@@ -298,7 +299,7 @@ def _regression(
     active: ActiveExperts,
     options: AceOptions | RelativeOptions,
     normalized: bool,
-    measured: MeasuredInputs | None,
+    measured: MeasuredInputs,
 ) -> Regression | None:
     """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate."""
     traces = dict(enumerate(active.traces if options.centred else active.tau))
@@ -317,8 +318,8 @@ def _regression(
         relative = options.ridge * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
         ridge = {"spectrum": weight, "absolute": options.ridge * factor, "relative": relative}
         ridges.append(ridge[options.epsilon_scale])
-        own = measured.covariance(active.positions[t]) if measured else None
-        if own and measured:
+        own = measured.covariance(active.positions[t])
+        if own is not None:
             found[place] = own, measured.mix * factor * trace / own.trace
             factor *= 1 - measured.mix
         scales.append(factor)
@@ -341,7 +342,7 @@ def merge_table(
     base: Tensor,
     active: ActiveExperts,
     options: RelativeOptions,
-    measured: MeasuredInputs | None = None,
+    measured: MeasuredInputs = UNMEASURED,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge a table of looked-up rows, (n, d), such as embeddings, that at least two changed.
 
@@ -349,8 +350,8 @@ def merge_table(
     lookups take the place of a share of the first term.
     """
     known = {}
-    asked = [measured.count(position) if measured else None for position in active.positions]
-    if measured and any(found is not None for found in asked):
+    asked = [measured.count(position) for position in active.positions]
+    if any(found is not None for found in asked):
         known["mix"] = measured.mix
     merged = base.to(active.dtype, copy=True)
     tau, weights, coefficients = merged.new_tensor(
@@ -361,7 +362,7 @@ def merge_table(
         # in float64: squares of a far weaker expert's entries leave the range of float32
         counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
         for count, found in zip(counts, asked, strict=True):
-            if measured and found is not None:
+            if found is not None:
                 count.lerp_(found[rows].to(count), measured.mix)
         counts = counts.add_(options.ridge / len(base)).mul_(weights)
         total = counts.sum(dim=0)
@@ -376,7 +377,6 @@ def split_tensor(
     experts: Sequence[Tensor],
     options: PlusOptions,
     layout: FixedLayout,
-    weights: Sequence[float] | None = None,
 ) -> list[Tensor]:
     """Return the components X_t of the merge of one stored tensor, shaped as it, whose sum is X.
 
@@ -384,15 +384,12 @@ def split_tensor(
     where nothing is refined. Each component is a merge with all other coefficients at 0.
     """
     options = options.model_copy(update={"scale": 1.0})
-    weights = [1.0] * len(experts) if weights is None else weights
     if layout not in ("mean", "table", "matrix") and base.numel():
         views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-        split = [
-            split_tensor(own[0], own[1:], options, "matrix", weights)
-            for own in zip(*views, strict=True)
-        ]
+        stacks = zip(*views, strict=True)
+        split = [split_tensor(own[0], own[1:], options, "matrix") for own in stacks]
         return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
-    active = select_active(base, experts, weights, options.dtype)
+    active = select_active(base, experts, [1.0] * len(experts), options.dtype)
     used = active.spread(active.weights, 0.0)
     origin = torch.zeros_like(base, dtype=active.dtype)
     deltas = [task_vector(expert, base, active.dtype) for expert in experts]

@@ -57,7 +57,9 @@ class RidgeMethod(TaskVectorMethod):
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         read = _as_solved(settings, tensors[0].ndim)
-        lookup, weights = self.lookup(settings), settings.weights
+        lookup, weights, known = self.lookup(settings), settings.weights, {}
+        if lookup is not None:
+            known["measured"] = lookup.inputs(tensors[0].shape, settings.parameters["mix"])
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
         merged, record = merge_tensor(
@@ -68,7 +70,7 @@ class RidgeMethod(TaskVectorMethod):
             read.layout,
             settings.coefficients,
             space=read.space,
-            measured=lookup and lookup.inputs(tensors[0].shape, settings.parameters["mix"]),
+            **known,
         )
         side = "inputs" if read is settings else "outputs"
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)

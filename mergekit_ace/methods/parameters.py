@@ -6,8 +6,8 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -87,17 +87,16 @@ _REPORT_START = b'{"tensor":'
 
 def _report_path(path: str) -> str:
     """Check, before hours of merging, that a path is of a report or of a file that can be one."""
-    target = os.path.abspath(os.path.expanduser(path))
-    folder = os.path.dirname(target)
-    if not path or os.path.isdir(target):
+    target = Path(path).expanduser().absolute()
+    if target.is_dir():
         raise ValueError("this is not the name of a file")
-    if not os.path.isdir(folder):
-        raise ValueError(f"there is no folder {folder}")
-    if os.path.isfile(target):
-        with open(target, "rb") as file:
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent}")
+    if target.is_file():
+        with target.open("rb") as file:
             if not _REPORT_START.startswith(file.read(len(_REPORT_START))):
                 raise ValueError("this file is no report, and lines would be appended to it")
-    return target
+    return str(target)
 
 
 def _loads(load: Any) -> AfterValidator:
