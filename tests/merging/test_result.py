@@ -49,8 +49,6 @@ def save_talkers(folder: Path, model) -> list[str]:
     return paths
 
 
-
-
 def test_errors_end_it_before_it_starts(tmp_path, paths):
     settings = ace_config(paths, parameters={"epsilom": 1})
     text = refusal(write_config(tmp_path / "merge.yml", settings), tmp_path / "merged")
