@@ -34,6 +34,7 @@ from mergekit_ace.score.measure import (
 )
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
+from mergekit_ace.training.data import READERS
 from mergekit_ace.training.models import load_processor, local_folder
 from mergekit_ace.training.tasks import Example, write_own_texts
 
@@ -126,6 +127,9 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
+        for data in (exam.data for exam in self.exams if exam.data is not None):
+            if Path(data.path).suffix.lower() in READERS and not Path(data.path).expanduser().is_file():
+                raise ConfigError(f"there is no data file {data.path}")  # before it merges
         self._write(self._known)  # the folder is ours from now on
         made = [
             merge_once(Path(merge), self.out / "merges", quiet=self.quiet)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 LOG = logging.getLogger(__name__)
-_READERS = {
+READERS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
 
@@ -74,9 +74,9 @@ def _read(config: DataConfig, split: str) -> Dataset:
     from datasets import DatasetDict, load_dataset, load_from_disk
 
     whose, path = f"data {config.path} (split {split})", Path(config.path).expanduser()
-    reader = _READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     if reader is None and path.is_file():
-        raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(_READERS)}")
+        raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(READERS)}")
     saved = [(path / name).is_file() for name in ("state.json", "dataset_dict.json")]
     if (reader or saved[0]) and split != config.split:
         raise ConfigError(

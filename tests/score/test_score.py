@@ -209,6 +209,7 @@ def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monk
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
         ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs the column messages or"),
         ({"kept": 1}, "kept"),
+        ({"keep": {"path": "none.jsonl", "text": "q"}}, "there is no data file none.jsonl"),
     ],
 )
 def test_mistakes_are_named(config, tmp_path, change, said):
