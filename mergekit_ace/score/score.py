@@ -128,7 +128,8 @@ class Scoring:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
         for data in (exam.data for exam in self.exams if exam.data is not None):
-            if Path(data.path).suffix.lower() in READERS and not Path(data.path).expanduser().is_file():
+            path = Path(data.path).expanduser()
+            if path.suffix.lower() in READERS and not path.is_file():
                 raise ConfigError(f"there is no data file {data.path}")  # before it merges
         self._write(self._known)  # the folder is ours from now on
         made = [
