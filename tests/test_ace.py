@@ -10,11 +10,13 @@ import pytest
 import torch
 from covering import covered
 from matrices import HETEROGENEOUS, family
+from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_mean, task_vector_error
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
 from mergekit_ace.algebra import linalg, ridge
 from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions
+from mergekit_ace.methods.base import take_notices
 
 merge_relative = partial(merge_tensor, options=RelativeOptions())
 merge_plus = partial(merge_tensor, options=PlusOptions())
@@ -289,3 +291,13 @@ def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
         assert merged.norm() <= 1.4 * alone.norm()
         assert before is None or (merged - before).norm() <= 0.35 * alone.norm()
         before = merged
+
+
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus"])
+def test_whitened_updates_are_mentioned(rng, method):
+    base, (one, other) = torch.zeros(160, 140), torch.randn(2, 160, 140, generator=rng)
+    merge_tensors([base, one, other], method, base_index=0, name="w")
+    assert [text for text in take_notices() if "nearly whitened" in text]
+    strengths = 0.9 ** torch.arange(140)
+    merge_tensors([base, one * strengths, other * strengths], method, base_index=0, name="w")
+    assert not take_notices()
