@@ -107,7 +107,7 @@ def _regress(
 
 
 class TwoSided:
-    """The regression on inputs and outputs of one matrix: all D_t, K_t, G_t and w_t."""
+    """The regression on inputs and outputs; the task vectors, (T, o, i), become the D_t."""
 
     def __init__(
         self,
@@ -116,7 +116,6 @@ class TwoSided:
         epsilon: float,
         measured: MeasuredInputs | None,
     ):
-        """Form it from task vectors, (T, o, i), which become the D_t."""
         sizes = [math.sqrt(tau) for tau in active.tau]
         deltas /= deltas.new_tensor(sizes)[:, None, None]
         self.units, self.shares, self.largest = deltas, active.weights, max(sizes)

@@ -88,16 +88,14 @@ class RidgeMethod(TaskVectorMethod):
         super().mention(settings, record)
         parameters = settings.parameters
         spectral = parameters.get("epsilon_scale", "spectrum") == "spectrum"
-        measured = any(parameters.get(name) is not None for name in ("covariances", "statistics"))
-        if measured or not spectral or record.shape[-1:] < (SMALLEST,):
-            return
+        if self.leaves_span(parameters) or not spectral or record.shape[-1:] < (SMALLEST,):
+            return  # measured covariances are no guess
         epsilon = parameters.get("epsilon") or RelativeOptions().ridge
         # tr(S)² / (i ‖S‖²), 1 of the identity: the ridge is ε over it
         if any(m.ridge and epsilon > WHITENED * m.ridge for m in record.matrices):
             notice(
                 f"{self.spec.name}: in {{tensors}} the experts' updates are nearly whitened, as "
-                "Muon leaves them: covariances from weights say little there, and those that "
-                "`mergekit-ace statistics` measures more"
+                "Muon leaves them: covariances from weights say little there; use `statistics`"
             )
 
     def check_settings(self, settings: TensorSettings) -> None:

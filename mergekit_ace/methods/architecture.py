@@ -366,10 +366,10 @@ def _other_architecture(
         layers = filter(_LAYER.search, _names_in_files(one))
         firsts.append(min(layers, key=natural_order, default=""))
     return (
-        f"{model} is a {kinds[0]} with tensors such as {firsts[0]}, and {donor}, which gives the "
-        f"config, a {kinds[1]} with such as {firsts[1]}. Set base_model to the model that the "
-        "experts were fine-tuned from, or give --allow-crimes, which merges tensors whose names "
-        "are the same but for `language_model.`"
+        f"{model} is a {kinds[0]} with tensors such as {firsts[0]}; {donor}, whose config the "
+        f"result gets, is a {kinds[1]} with tensors such as {firsts[1]}. Set base_model to the "
+        "model that the experts were fine-tuned from, or give --allow-crimes, which merges "
+        "tensors whose names are the same but for `language_model.`"
     )
 
 

@@ -81,7 +81,7 @@ class Family:
             return []
         rows = len(self.experts) + (config.basis == "ace")
         target = run.state / "components"
-        files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.base)}
+        files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.stored)}
         with run.accelerator.main_process_first():
             target.mkdir(parents=True, exist_ok=True)
             if not run.quiet:

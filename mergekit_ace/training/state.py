@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class TrainingRun:
         self.accelerator.wait_for_everyone()
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, OSError, UnpicklingError) as error:
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             said = f"{path} is damaged ({error}); delete it to repeat what it was made for"
             raise ConfigError(said) from error
 

@@ -218,7 +218,7 @@ ERRORS: list[tuple[Make, str]] = [
     (saved(1, num_hidden_layers=3), "expert0 has 3"),
     (saved(1, hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
     (other_shape, "expert0 has 6 tensors of another shape"),
-    (gpt2, "expert0 is a GPT2LMHeadModel, and base, of which the result has its config, a Llama"),
+    (gpt2, "base, whose config the result gets, is a LlamaForCausalLM with tensors such as"),
     # Heads.
     (saved(0, tie_word_embeddings=True), "base ties its head to the embedding, and expert0 has"),
     (saved(1, tie_word_embeddings=True), "expert0 ties its head to the"),
