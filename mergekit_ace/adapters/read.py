@@ -7,6 +7,7 @@ PEFT changes a weight (o, i) by B · A with B (o, r) and A (r, i); see `Change` 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -217,6 +218,12 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
             f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
             "the adapter again"
         )
+    zero = next((name for name, one in changes.items() if one.rank and one.scale == 0), None)
+    if zero is not None:
+        logging.getLogger(__name__).warning(
+            "%s has a `lora_alpha` or an `alpha_pattern` of 0, so that %s stays as it is; set it "
+            "to that of the training", folder / "adapter_config.json", zero,
+        )  # fmt: skip
     dtype = reduce(torch.promote_types, (DTYPES[header.dtype] for header in headers.values()))
     return Adapter(str(reference), folder, config, changes, network, file, dtype)
 

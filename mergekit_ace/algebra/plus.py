@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +45,8 @@ STEPS = 2
 # The share of TSV-Merge's sum in tables, and in matrices so long that D_tD_tᵀ would be too large.
 ORTHOGONAL_SHARE = 0.28
 LONGEST = 8
+# How far a step goes, and how much of the last direction it takes along.
+Step = tuple[Tensor, Tensor]
 
 
 def merge_two_sided(
@@ -97,7 +98,7 @@ def _regress(
         stack = active.stack if active.stack is not None and active.stack.dtype == dtype else None
         deltas = form_stack(base, active.experts, dtype) if stack is None else stack
         problem = TwoSided(deltas, active, epsilon, measured)
-        lengths: list[Steps] = []
+        lengths: list[Step] = []
         merged = problem.descend([1.0] * len(deltas), lengths)
         if any(coefficient != 1 for coefficient in active.coefficients):
             merged = problem.descend(active.coefficients, lengths)
@@ -149,7 +150,7 @@ class TwoSided:
             weighed = product(self.outputs[t], rows)
         return weighed.add_(rows, alpha=self.output_ridge)
 
-    def descend(self, coefficients: Sequence[float], lengths: list[Steps]) -> Tensor:
+    def descend(self, coefficients: Sequence[float], lengths: list[Step]) -> Tensor:
         """Return X of the λ_t Δ_t, by conjugate gradients; with their lengths given, linear in λ_t.
 
         They start from the regression on inputs alone, and are preconditioned by Σ w_t K_t. Without
@@ -165,24 +166,16 @@ class TwoSided:
         for _ in range(STEPS):
             step = solve(residual.clone(), self.lower[1])
             fall = (residual * step).sum()
-            found = next(known, None)
-            turn = found.turn if found else _quotient(fall, last)
+            length, turn = next(known, (None, _quotient(fall, last)))
             direction = step if direction is None else step + turn * direction
             seen = (product(direction, square) for square in self.inputs)
             moved = _total((self.weigh(t, rows) for t, rows in enumerate(seen)), self.weights)
-            if found is None:
-                found = Steps(_quotient(fall, (direction * moved).sum()), turn)
-                lengths.append(found)
-            merged = merged + found.length * direction
-            residual, last = residual - found.length * moved, fall
+            if length is None:
+                length = _quotient(fall, (direction * moved).sum())
+                lengths.append((length, turn))
+            merged = merged + length * direction
+            residual, last = residual - length * moved, fall
         return merged.mul_(self.largest)
-
-
-class Steps(NamedTuple):
-    """How far a step of conjugate gradients goes, and how much of the last one it takes along."""
-
-    length: Tensor
-    turn: Tensor
 
 
 def _quotient(part: Tensor, whole: Tensor) -> Tensor:

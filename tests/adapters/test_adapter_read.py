@@ -148,6 +148,12 @@ def test_a_config_that_cannot_be_merged(folder, values, words):
     refuse(folder, *words)
 
 
+def test_a_scale_of_zero_is_warned_of(folder, caplog):
+    edit_config(folder, lora_alpha=0)
+    read_adapter(str(folder), tiny_llama().to("meta"))
+    assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
+
+
 def moved(tensors: dict[str, Tensor]) -> None:
     tensors[f"{Q}.lora_A.default.weight"] = tensors.pop(A)
 
