@@ -218,7 +218,7 @@ def _merge_plus(
     layout: FixedLayout,
     measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix by `ace_plus`: a table or a long one by sums of two merges."""
+    """Merge one matrix by `ace_plus`: a table or a long one as the sum of two merges."""
     if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
         return merge_two_sided(base, active, RelativeOptions().ridge, options.scale, measured)
     scale = STRENGTH * (1 - ORTHOGONAL_SHARE) * options.scale

@@ -36,11 +36,11 @@ from mergekit_ace.algebra.task_vectors import (
     task_vector,
 )
 
-# The share of X that is added: all of it forgets more than 0.05 nats on the judge.
+# The share of X that is added at λ = 1: all of X forgets more than the judge's budget, 0.05 nats.
 STRENGTH = 0.9
 # δ in mean eigenvalues 1/o of D_tD_tᵀ.
 OUTPUT_RIDGE = 10.0
-# Conjugate gradients from the regression on inputs alone; two leave 2 % of the error.
+# Conjugate gradients from the regression on inputs alone: more of them keep no more on the judge.
 STEPS = 2
 # The share of TSV-Merge's sum in tables, and in matrices so long that D_tD_tᵀ would be too large.
 ORTHOGONAL_SHARE = 0.28

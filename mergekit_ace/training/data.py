@@ -38,7 +38,7 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
     columns = [data[config.columns[purpose]] for purpose in purposes]
     contents = [str(row) for row in zip(*columns or [range(len(data))], strict=True)]
-    # The commonest first; from the end, so that none of them is held out.
+    # Contents are held out from the end; the commonest stand first, and are trained on.
     left, splits = dict(Counter(contents).most_common()), {}
     for split, named, parts in (
         ("test", config.test_split, 10),
