@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny, randomly initialised checkpoint families, and what ACE should make of them.
-
-Checkpoints are compared as transformers loads them: on disk some architectures have other tensor
-names and other packing than in memory.
-"""
+"""Tiny, randomly initialised checkpoint families, and what ACE should make of them."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from mergekit.common import ModelReference
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from mergekit_ace.methods.architecture import build_empty, read_names
 
 LLAMA = {
     "vocab_size": 40,
@@ -38,8 +38,6 @@ def tiny_llama(seed: int = 0, **config) -> LlamaForCausalLM:
 @torch.no_grad()
 def fine_tuned(model: PreTrainedModel, seed: int, scale: float = 0.02) -> PreTrainedModel:
     """A copy whose every floating parameter has moved, by low rank plus noise."""
-    import copy
-
     expert = copy.deepcopy(model)
     rng = torch.Generator().manual_seed(seed)
     for parameter in expert.parameters():
@@ -116,23 +114,48 @@ def ace_config(paths: list[str], **config) -> dict:
 
 def state(model_class: type, path: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The checkpoint as a user loads it; nothing may be missing or left over."""
-    model, info = model_class.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"], info
-    assert not info["unexpected_keys"], info
-    assert not info["mismatched_keys"], info
-    return model.eval(), model.state_dict()
+    assert not any(loading_faults(model_class, path).values())
+    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
+    return model, model.state_dict()
 
 
-def expected_layout(model: PreTrainedModel, name: str, tensor: Tensor) -> str:
-    """The rule of the specification, told from the modules in memory."""
-    path, _, leaf = name.rpartition(".")
-    if isinstance(model.get_submodule(path), Conv1D) and leaf == "weight":
-        return "transposed"
-    if tensor.ndim == 3 and "experts" in name.split("."):
-        return "stacked"
-    if tensor.ndim > 3 and any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules()):
-        return "flattened"
-    return "matrix" if tensor.ndim == 2 and tensor.shape[0] > 1 else "mean"
+def loading_faults(model_class: type, path: str | Path) -> dict[str, list[str]]:
+    """What transformers misses in a model, or does not know."""
+    _, info = model_class.from_pretrained(path, output_loading_info=True)
+    return {what: sorted(map(str, names)) for what, names in info.items()}
+
+
+def special_layouts(folder: str, names: set[str]) -> dict[str, str]:
+    """Layouts of tensors of files that their names do not tell, from the modules in memory."""
+    config = ModelReference.model_validate(folder).config()
+    network = build_empty(config, trust_remote_code=False)
+    memory = read_names(network, names).memory
+    flat = any(isinstance(module, torch.nn.BatchNorm2d) for module in network.modules())
+    modules = dict(network.named_modules())
+    found = {}
+    for name in names:
+        owner = modules.get(memory.get(name, "").rpartition(".")[0])
+        turned = getattr(owner, "is_transposed", False) or "Llama4TextExperts" in str(type(owner))
+        if (isinstance(owner, Conv1D) and name.endswith("weight")) or turned:
+            found[name] = "transposed"
+        elif flat:
+            found[name] = "flattened"
+    return found
+
+
+def expected_layout(name: str, tensor: Tensor, special: dict[str, str]) -> str:
+    """How the reference reads a tensor of files."""
+    of_experts = "experts" in name.split(".")
+    if of_experts and tensor.ndim == 2:  # of one expert, or biases of all
+        return "mean" if name.endswith("bias") else "matrix"
+    if tensor.ndim > 3:
+        return special.get(name, "mean")
+    if of_experts and tensor.ndim == 3:
+        return special.get(name, "stacked")
+    if tensor.ndim != 2 or len(tensor) == 1:
+        return "mean"
+    layout = special.get(name, "matrix")
+    return "matrix" if layout == "flattened" else layout
 
 
 def check_merge(
@@ -141,25 +164,27 @@ def check_merge(
     merged: str | Path,
     bar: float = 5e-5,
     options_of: Callable[[str], dict[str, Any]] = lambda name: {},
-) -> dict[str, int]:
-    """Compare a merged checkpoint with the reference; how many tensors each layout had.
+) -> None:
+    """Compare the files of a merged checkpoint with the reference, and load it.
 
-    A tensor may have options, and a layout, of its own.
+    A tensor may have options, and a layout, of its own. What no expert changed is the base's.
     """
-    base_model, base = state(model_class, paths[0])
-    experts = [state(model_class, path)[1] for path in paths[1:]]
-    got = state(model_class, merged)[1]
-    assert got.keys() == base.keys()
-    seen: dict[str, int] = {}
+    faults = loading_faults(model_class, paths[0])
+    assert loading_faults(model_class, merged) == faults, "transformers loads it otherwise"
+    read = [load_file(f"{path}/model.safetensors") for path in (*paths, merged)]
+    if read[0].keys() != read[-1].keys():  # mergekit-yaml packs the experts of a mixture
+        read = [state(model_class, path)[1] for path in (*paths, merged)]
+    base, *experts, got = read
+    assert got.keys() == base.keys(), f"other names: {sorted(got.keys() ^ base.keys())[:2]}"
+    special = special_layouts(paths[0], set(base))
     for name, tensor in base.items():
-        if not tensor.is_floating_point():
-            assert torch.equal(got[name], tensor), name
+        inputs = [expert[name] for expert in experts]
+        if not tensor.is_floating_point() or all(torch.equal(tensor, own) for own in inputs):
+            assert torch.equal(got[name], tensor), f"{name} is not the base's"
             continue
-        options = {"layout": expected_layout(base_model, name, tensor), **options_of(name)}
-        layout = options["layout"]
-        expected = naive_tensor(tensor, [e[name] for e in experts], **options)
+        options = {"layout": expected_layout(name, tensor, special), **options_of(name)}
+        expected = naive_tensor(tensor, inputs, **options)
         # a float32 file rounds every entry once, however small the task vector
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
-        assert task_vector_error(got[name], expected, tensor) <= bar + rounding, (name, layout)
-        seen[layout] = seen.get(layout, 0) + 1
-    return seen
+        error = task_vector_error(got[name], expected, tensor)
+        assert error <= bar + rounding, f"{name} {tuple(tensor.shape)} {error:.1e} {options}"

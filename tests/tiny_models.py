@@ -39,7 +39,10 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_model(name: str, model_type: str, layers: int = 4) -> PreTrainedModel:
-    """Build a model of a class by its name, and the model type of its config."""
+    """Build a model of a class by its name, and the model type of its config.
+
+    It always has the same weights.
+    """
     kind = getattr(transformers, name)
     known = kind.config_class
     known = known if hasattr(known, "model_type") else CONFIG_MAPPING[model_type]
@@ -79,9 +82,13 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "mobilenet_v2": {"depth_multiplier": 0.25, "min_depth": 4},
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
     "reformer": {"is_decoder": True},
+    "qwen3_moe": {"num_experts": 4},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2]},
+    "t5": {"feed_forward_proj": "gated-gelu"},  # of version 1.1, which mergekit knows
     "zamba2": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
     "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"]},
 }
