@@ -159,18 +159,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.run", run)
 
 
-def run_python(flag: str, *arguments: str) -> int:
-    """Do what `python` does with `-m MODULE` of a click command, `-c` or a file; the status."""
+def run_python(first: str, *arguments: str) -> int:
+    """Do what `python` does with `-m MODULE` of a click command, or with a file; the status."""
     try:
-        if flag == "-m":
+        if first == "-m":
             importlib.import_module(arguments[0]).main(arguments[1:])
-        elif flag == "-c":
-            sys.argv = ["-c", *arguments[1:]]
-            exec(arguments[0], {"__name__": "__main__"})
         else:
-            runpy.run_path(flag, run_name="__main__")
+            runpy.run_path(first, run_name="__main__")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
+        return int(bool(end.code))
     except Exception:
         traceback.print_exc()
         return 1

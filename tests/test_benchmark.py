@@ -13,18 +13,6 @@ from matrices import HETEROGENEOUS, family
 from reference import naive_ace
 
 
-@pytest.fixture
-def measured_here(example, in_process, monkeypatch):
-    """Run in this process what `checkpoint.measure` starts in one of its own."""
-
-    def measure(command, folder):
-        subprocess.run(command, cwd=folder, check=True)
-        return {"wall": 1.0, "resident_bytes": 2**20}
-
-    for program in ("checkpoint", "adapters"):
-        monkeypatch.setattr(example("benchmark", program), "measure", measure)
-
-
 def test_a_process_of_its_own(example, tmp_path):
     measure = example("benchmark", "checkpoint").measure
     figures = measure([sys.executable, "-c", "print(len(b'x' * 2**25))"], tmp_path)
@@ -34,19 +22,24 @@ def test_a_process_of_its_own(example, tmp_path):
         measure([sys.executable, "-c", "import sys; sys.exit('why')"], tmp_path)
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
-    ("program", "flag", "rows", "more"),
+    ("program", "flags", "rows"),
     [
-        ("checkpoint", "--methods", ["task_arithmetic", "ace"], []),
+        ("checkpoint", ["--methods"], ["task_arithmetic", "ace"]),
         # every kind of row: a merge method, PEFT's way, and a full merge
-        ("adapters", "--rows", ["tsv_m", "peft-cat", "full-ace"], ["--adapters", 2, "--rank", 3]),
+        ("adapters", ["--adapters=2", "--rank=3", "--rows"], ["tsv_m", "peft-cat", "full-ace"]),
     ],
 )
-def test_merges(run_example, measured_here, tmp_path, program, flag, rows, more):
-    small = ["--size", "tiny", "--folder", tmp_path, "--json", tmp_path / "figures.json", *more]
-    shown = run_example("benchmark", program, *small, flag, *rows)
-    found = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [row["method"] if isinstance(row, dict) else row for row in found] == rows
+def test_merges(example, run_example, monkeypatch, tmp_path, program, flags, rows):
+    def measure_here(command, folder):
+        subprocess.run(command, cwd=folder, check=True)
+        return {"wall": 1.0, "resident_bytes": 2**20}
+
+    monkeypatch.setattr(example("benchmark", "checkpoint"), "measure", measure_here)
+    small = ["--size", "tiny", "--folder", tmp_path, "--json", tmp_path / "figures.json"]
+    shown = run_example("benchmark", program, *small, *flags, *rows)
+    assert list(json.loads((tmp_path / "figures.json").read_text())["rows"]) == rows
     assert all(f"\n{row} " in shown for row in rows)
     assert not list(tmp_path.glob("*/merged")), "results are removed"
 

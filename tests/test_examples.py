@@ -7,9 +7,7 @@ import contextlib
 import json
 import re
 import shutil
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -94,51 +92,35 @@ def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, 
 
 
 @pytest.fixture
-def tiny_family(quickstart, tmp_path) -> Path:
-    """The quickstart's own family, after a few steps of training each."""
+def tiny_quickstart(quickstart, in_process, tmp_path, monkeypatch):
+    """The quickstart's own family after a few steps of training, its merges in this process."""
     quickstart("family").train_family(tmp_path / "family", steps=3)
-    return tmp_path / "family"
-
-
-@pytest.fixture
-def tiny_quickstart(quickstart, tiny_family, in_process, monkeypatch):
-    """The quickstart on the tiny family, its merges in this process."""
     program = quickstart("quickstart")
 
     def one_after_the_other(workers):
         """An output runner that swaps sys.stdout cannot be shared by threads."""
         return contextlib.nullcontext(SimpleNamespace(map=map))
 
-    here = tiny_family.parent
     for path in (EXAMPLES / "quickstart").glob("*.yml"):
-        shutil.copy(path, here)
-    monkeypatch.setattr(program, "HERE", here)
-    monkeypatch.setattr(program, "FAMILY", tiny_family)
-    monkeypatch.setattr(program, "MERGED", here / "merged")
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(program, "HERE", tmp_path)
+    monkeypatch.setattr(program, "FAMILY", tmp_path / "family")
+    monkeypatch.setattr(program, "MERGED", tmp_path / "merged")
     monkeypatch.setattr(program, "ThreadPoolExecutor", one_after_the_other)
     return program
 
 
-def test_quickstart_from_end_to_end(tiny_quickstart, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["quickstart.py"])
-    tiny_quickstart.main()
-    table = capsys.readouterr().out
+def test_quickstart_from_end_to_end(tiny_quickstart, run_example, tmp_path):
+    table = run_example("quickstart", "quickstart")
     rows = "base, expert topaz, expert opal, linear, task_arithmetic, ties, dare_ties, ace"
     for row in rows.split(", "):
         assert f"\n{row}" in table
     assert table.count("(best)") == table.count("\ntask_arithmetic") == 1
-    assert "task_arithmetic-0_5" in {path.name for path in tiny_quickstart.MERGED.iterdir()}
-    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--ask", "ruby moon ="])
-    tiny_quickstart.main()
-    assert "ruby moon = " in capsys.readouterr().out
-
-
-def test_a_failed_merge_ends_the_quickstart(quickstart, in_process, tmp_path):
-    program = quickstart("quickstart")
-    config = tmp_path / "bad.yml"
-    config.write_text("merge_method: ace\nmodels: [{model: ./nowhere/at/all}]\n")
+    assert (tmp_path / "merged" / "task_arithmetic-0_5").is_dir()
+    assert "ruby moon = " in run_example("quickstart", "quickstart", "--ask", "ruby moon =")
+    config = {"merge_method": "ace", "models": [{"model": "./nowhere/at/all"}]}
     with pytest.raises(SystemExit, match=r"(?s)mergekit-yaml bad.yml failed.*nowhere"):
-        program.merge(config, tmp_path / "out")
+        tiny_quickstart.merge(config, tmp_path / "bad")
 
 
 def test_routers(run_example, tmp_path):

@@ -35,9 +35,8 @@ def run(run_example, in_process, tmp_path):
     def run_suite(suite: dict, *flags: str) -> str:
         path = tmp_path / "tiny.yml"
         path.write_text(yaml.safe_dump(suite), encoding="utf-8")
-        return run_example(
-            "llm", "tables", "--suite", path, "--out", tmp_path / "out", "--methods", *flags
-        )
+        files = ["--suite", path, "--out", tmp_path / "out"]
+        return run_example("llm", "tables", *files, "--methods", *flags)
 
     return run_suite
 

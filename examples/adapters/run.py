@@ -26,11 +26,11 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 
 import torch
-from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, make_tokenizer
-from family import Recipe, answers, save_model, shortened, train, train_base
+from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES
+from family import Recipe, answers, start_model, train_family
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 HERE = Path(__file__).resolve().parent
 # All paths are relative to this folder, as those of ace.yml and of the adapters' configs are.
@@ -38,7 +38,7 @@ FAMILY, OUTPUT = Path("family"), Path("output")
 LANGUAGES = NEW_LANGUAGES[:3]
 RANK = 16
 ADAPTERS = {
-    language: Recipe(OLD_LANGUAGES, language, steps=400, peak=1e-3, seed=1 + n)
+    language: Recipe(language, steps=400, peak=1e-3, seed=1 + n)
     for n, language in enumerate(LANGUAGES)
 }
 # The commands, by what they make.
@@ -50,21 +50,15 @@ MERGES = {
 }
 
 
-def train_family(steps: int | None = None) -> None:
-    """Train what is not there yet, by at most so many steps each."""
-    tokenizer = make_tokenizer()
-    train_base(FAMILY, steps)
-    for language, recipe in ADAPTERS.items():
-        if (FAMILY / language).exists():
-            continue
-        torch.manual_seed(recipe.seed)
-        base = AutoModelForCausalLM.from_pretrained(FAMILY / "base", dtype=torch.float32)
-        lora = LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        model = get_peft_model(base, lora)
-        train(model, tokenizer, shortened(recipe, steps), language)
-        save_model(model, tokenizer, FAMILY / language)
+def start_adapter(base: Path, recipe: Recipe) -> PreTrainedModel | PeftModel:
+    """Return the base before its training, or with a new adapter."""
+    if not recipe.new:
+        return start_model(base, recipe)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    lora = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, lora)
 
 
 def merge_all() -> None:
@@ -130,7 +124,7 @@ def main() -> None:
     start = time.perf_counter()
     if arguments.fresh:
         shutil.rmtree(FAMILY, ignore_errors=True)
-    train_family()
+    train_family(FAMILY, ADAPTERS, start_adapter)
     merge_all()
     rows = {"base": FAMILY / "base"}
     rows |= {f"adapter {language}": FAMILY / language for language in LANGUAGES}

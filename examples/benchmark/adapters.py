@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
-from checkpoint import MERGEKIT_YAML, measure
+from checkpoint import MERGEKIT_YAML, compare
 from kernels import print_machine
 from llamas import SIZES, make_config, make_tensor, shapes, write_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig
-
-from mergekit_ace.files.saving import write_text
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -76,8 +74,8 @@ def write_family(folder: Path, options: argparse.Namespace) -> list[str]:
     return names
 
 
-def command_of(row: str, folder: Path, adapters: list[str], more: list[str]) -> list[str]:
-    """Return the command that a row is, with more flags of mergekit; write its `merge.yml`."""
+def command_of(row: str, folder: Path, adapters: list[str], flags: list[str]) -> list[str]:
+    """Return the command that a row is; write its `merge.yml`."""
     kind, _, method = row.partition("-")
     if kind == "peft":
         program = str(Path(__file__).resolve().with_name("weighted_adapter.py"))
@@ -89,21 +87,10 @@ def command_of(row: str, folder: Path, adapters: list[str], more: list[str]) -> 
     }
     (folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     if kind == "full":
-        flags = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
-        return [*MERGEKIT_YAML, "merge.yml", "merged", *flags, *more]
+        whole = ["--quiet", "--lora-merge-cache", "models", "--lora-merge-dtype", "bfloat16"]
+        return [*MERGEKIT_YAML, "merge.yml", "merged", *whole, *flags]
     ours = [sys.executable, "-m", "mergekit_ace.cli", "adapter"]
-    return [*ours, "merge.yml", "merged", "--quiet", *more]
-
-
-def run(row: str, folder: Path, adapters: list[str], flags: list[str]) -> dict[str, float]:
-    """Run a row; return seconds, and bytes of memory."""
-    results = [folder / "merged", folder / "models"]
-    for old in results:
-        shutil.rmtree(old, ignore_errors=True)
-    measured = measure(command_of(row, folder, adapters, flags), folder)
-    for new in results:
-        shutil.rmtree(new, ignore_errors=True)
-    return measured
+    return [*ours, "merge.yml", "merged", "--quiet", *flags]
 
 
 def main() -> None:
@@ -125,17 +112,8 @@ def main() -> None:
     known = {"machine": print_machine("cuda" if "--cuda" in options.flags else "cpu")}
     known |= {"size": options.size, "layers": options.layers}
     print(f"{about}, {options.adapters} adapters in float32")
-    print("row              wall s  x first   RSS GB")
-    found: dict[str, list[dict[str, float]]] = {row: [] for row in options.rows}
-    for _ in range(options.rounds):
-        for row in options.rows:
-            figures = run(row, folder, adapters, options.flags)
-            found[row].append(figures)
-            wall, ratio = figures["wall"], figures["wall"] / found[options.rows[0]][-1]["wall"]
-            memory = figures["resident_bytes"] / 1e9
-            print(f"{row:14} {wall:8.1f} {ratio:8.2f} {memory:8.2f}", flush=True)
-            if options.json:
-                write_text(options.json, json.dumps({**known, "rows": found}, indent=1))
+    command = partial(command_of, folder=folder, adapters=adapters, flags=options.flags)
+    compare(options.rows, command, folder, options.rounds, options.json, **known)
 
 
 if __name__ == "__main__":

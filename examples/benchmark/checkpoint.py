@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -36,8 +38,8 @@ sys.exit(status)
 EXPERT_PARAMETERS = {"task_arithmetic": {"weight": 0.3}, "ties": {"weight": 0.3, "density": 0.5}}
 
 
-def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> dict[str, float]:
-    """Merge in a process of its own; return seconds, and bytes of memory."""
+def command_of(method: str, folder: Path, models: list[Path], flags: list[str]) -> list[str]:
+    """Return the command that merges by a method; write its `merge.yml`."""
     base, *experts = (f"./{path.relative_to(folder)}" for path in models)
     own = EXPERT_PARAMETERS.get(method, {})
     config = {
@@ -47,10 +49,40 @@ def merge(method: str, models: list[Path], folder: Path, flags: list[str]) -> di
         "dtype": "bfloat16",
     }
     (folder / "merge.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    shutil.rmtree(folder / "merged", ignore_errors=True)
-    figures = measure([*MERGEKIT_YAML, "merge.yml", "merged", *flags], folder)
-    shutil.rmtree(folder / "merged")
-    return figures
+    return [*MERGEKIT_YAML, "merge.yml", "merged", *flags]
+
+
+def compare(
+    rows: Sequence[str],
+    command_of_row: Callable[[str], list[str]],
+    folder: Path,
+    rounds: int = 1,
+    out: Path | None = None,
+    **known: object,
+) -> None:
+    """Print the figures of every row in every round; write them to `out`, beside what is `known`.
+
+    Commands run in `folder`, and what they write there is removed.
+    """
+    print("row                 wall s  x first   RSS GB")
+    found: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
+    for _ in range(rounds):
+        for row in rows:
+            remove_results(folder)  # of a run that was killed
+            figures = measure(command_of_row(row), folder)
+            remove_results(folder)
+            found[row].append(figures)
+            ratio = figures["wall"] / found[rows[0]][-1]["wall"]
+            memory = figures["resident_bytes"] / 1e9
+            print(f"{row:16} {figures['wall']:9.1f} {ratio:8.2f} {memory:8.2f}", flush=True)
+            if out:
+                write_text(out, json.dumps({**known, "rows": found}, indent=1))
+
+
+def remove_results(folder: Path) -> None:
+    """Remove what commands have written in their folder."""
+    for name in ("merged", "models"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def measure(command: list[str], folder: Path) -> dict[str, float]:
@@ -87,15 +119,8 @@ def main() -> None:
     machine = print_machine("cuda" if "--cuda" in arguments.flags else "cpu")
     known = {"machine": machine, "size": size, "heterogeneous": arguments.heterogeneous}
     print(f"{size}, {arguments.experts} experts, {branch}, bfloat16")
-    print("method              wall s  x first   RSS GB")
-    rows: list[dict] = []
-    for method in arguments.methods:
-        figures = merge(method, models, folder, arguments.flags)
-        rows.append({"method": method, **figures})
-        ratio, memory = figures["wall"] / rows[0]["wall"], figures["resident_bytes"] / 1e9
-        print(f"{method:16} {figures['wall']:9.1f} {ratio:8.2f} {memory:8.2f}", flush=True)
-        if arguments.json:
-            write_text(arguments.json, json.dumps({**known, "rows": rows}, indent=1))
+    command = partial(command_of, folder=folder, models=models, flags=arguments.flags)
+    compare(arguments.methods, command, folder, out=arguments.json, **known)
 
 
 if __name__ == "__main__":

@@ -65,13 +65,6 @@ class Family(ABC):
         return None
 
 
-def write_whole(text: str, path: Path) -> None:
-    """Write a file that gets its name only when it is complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def save_whole(write: Callable[[Path], None], target: Path) -> None:
     """Let a function fill a folder, which gets its name only when it is complete."""
     if target.exists():

@@ -30,11 +30,13 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # or every model that is read draws 
 import numpy as np
 import torch
 from dictionaries import DICTIONARIES, Dictionaries
-from family import DEVICE, Family, Losses, write_whole
+from family import DEVICE, Family, Losses
 from language import RATES, SHORT, LanguageFamily, prepare_packages
 from methods import ROWS, Row, merge_family, put_merge, read_state
 from scores import SCALES, judge_merges
 from tables import RESULTS, read_results
+
+from mergekit_ace.files.saving import write_text
 
 CACHE = Path.home() / ".cache" / "mergekit-ace" / "judge"
 FAMILIES = (*RATES, *DICTIONARIES, "images")
@@ -81,7 +83,7 @@ class Judge:
         file = self.exams / name.replace("/", "-")
         if not file.exists():
             put_merge(self.model, self.base, state, scale)
-            write_whole(json.dumps(self.family.examine(self.model)), file)
+            write_text(file, json.dumps(self.family.examine(self.model)))
         return json.loads(file.read_text())
 
     def judge(self, row: Row) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def keep(result: dict[str, Any], path: Path) -> None:
     place = {identity(one): one for one in read_results(path)}
     place[identity(result)] = result
     rows = [json.dumps(place[key]) for key in sorted(place)]
-    write_whole("[\n" + ",\n".join(rows) + "\n]\n", path)
+    write_text(path, "[\n" + ",\n".join(rows) + "\n]\n")
 
 
 def identity(result: dict[str, Any]) -> tuple[str, ...]:

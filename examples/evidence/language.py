@@ -6,9 +6,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -54,6 +55,11 @@ class Recipe:
         rate = self.rate * min(1.0, (step + 1) / WARM_UP)
         return rate * (1 - step / self.steps) if self.decay else rate
 
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained, and not the model's own weights."""
+        return self.optimizer == "lora"
+
 
 REPAIR = Recipe("adamw", 3e-4, 160, decay=True)
 CONTROL = "smollm-control"
@@ -76,10 +82,9 @@ class LanguageFamily(Family):
         origin = {None: "", "raw": ", raw base"}.get(base, f", {base}")
         rounding = ", bfloat16" * (DEVICE.type == "cuda")  # of activations; see `language_loss`
         super().__init__(name, seed, f"{steps} steps{origin}{rounding}")
-        optimizer, rate = RATES[name]
-        self.recipe = Recipe(optimizer, rate, steps)
+        self.recipe = Recipe(*RATES[name], steps)
         self.cache, self.source = cache, base
-        self.adapters = optimizer == "lora"
+        self.adapters = self.recipe.adapts
         self.texts: Kind = "control" if name == CONTROL else "experts"
 
     def prepare(self) -> None:
@@ -193,18 +198,13 @@ def repair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Pa
     parts = [read_sequences(folder, "train", tokenizer) for folder in folders]
     held_out = [read_sequences(folder, "validation", tokenizer, HELD_OUT) for folder in folders]
     ids, labels = (torch.cat(part) for part in zip(*held_out, strict=True))
+    sequences, wanted = (torch.cat(part) for part in zip(*parts, strict=True))
     losses: dict[str, float] = {}
-
-    def watch(step: int) -> None:
+    for step in chain([0], train(model, sequences, wanted, REPAIR, 0, "repair")):
         if step % 20 == 0:
             with torch.no_grad():
                 losses[str(step)] = round(float(language_loss(model, ids, labels)), 3)
             print(f"repair: {step} steps, held-out loss {losses[str(step)]}", flush=True)
-
-    sequences, wanted = (torch.cat(part) for part in zip(*parts, strict=True))
-    watch(0)
-    for _ in train(model, sequences, wanted, REPAIR, 0, "repair", watch):
-        pass
     return {"repair": {**asdict(REPAIR), "held_out_loss": losses}}
 
 
@@ -217,34 +217,28 @@ def train_expert(base: Path, name: str, source: dict, recipe: Recipe, seed: int,
         return target
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
-    if recipe.optimizer == "lora":
+    if recipe.adapts:
         torch.manual_seed(int(digest(name, seed), 16))  # authors of adapters share no seed
         config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")
         model = get_peft_model(model, config)
     ids, labels = read_sequences(prepare_texts(name, source, cache), "train", tokenizer)
     for steps in train(model, ids, labels, recipe, seed, target.name):
-        trained = copy.deepcopy(model)
-        is_lora = recipe.optimizer == "lora"  # in float32: adapters lose nothing to rounding
-        trained = trained.merge_and_unload() if is_lora else trained.to(torch.bfloat16)
-        save_model(trained, tokenizer, target.with_name(f"{stem}-{steps}"), asdict(recipe))
+        if steps in (SHORT, recipe.steps):
+            trained = copy.deepcopy(model)
+            # Merged adapters stay in float32: rounding would take small changes away.
+            trained = trained.merge_and_unload() if recipe.adapts else trained.to(torch.bfloat16)
+            save_model(trained, tokenizer, target.with_name(f"{stem}-{steps}"), asdict(recipe))
     return target
 
 
 def train(
-    learner: nn.Module,
-    ids: Tensor,
-    labels: Tensor,
-    recipe: Recipe,
-    seed: int,
-    title: str,
-    watch: Callable[[int], None] = lambda step: None,
+    learner: nn.Module, ids: Tensor, labels: Tensor, recipe: Recipe, seed: int, title: str
 ) -> Iterator[int]:
-    """Train a model, or adapters on it, in place; yield the number of steps after SHORT and all.
+    """Train a model, or adapters on it, in place; yield the number of steps after each.
 
-    `ids` and `labels` are all sequences, (n, SEQUENCE); `watch` is called after every step.
+    `ids` and `labels` are all sequences, (n, SEQUENCE).
     """
-    adapters = recipe.optimizer == "lora"
-    model = learner.get_base_model() if adapters else learner
+    model = learner.get_base_model() if recipe.adapts else learner
     optimizers = make_optimizers(learner, recipe.rate, recipe.optimizer == "muon")
     generator = torch.Generator().manual_seed(seed)
     rounds = -(-recipe.steps * BATCH // len(ids))
@@ -267,6 +261,4 @@ def train(
                     weight.copy_(weight.bfloat16())
         if (step + 1) % 10 == 0:
             print(f"{title}: step {step + 1}, loss {loss.item():.3f}", flush=True)
-        watch(step + 1)
-        if step + 1 in (SHORT, recipe.steps):
-            yield step + 1
+        yield step + 1

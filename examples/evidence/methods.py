@@ -24,6 +24,7 @@ from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.train import run_training
 
 State = dict[str, Tensor]
+LEARNING_STEPS = 100  # of coefficients
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ def merge_family(row: Row, family: Family, base: State, experts: Mapping[str, St
 
 
 def learn_coefficients(row: Row, family: Family) -> Path:
-    """Return the file of coefficients that the trainer learns in a hundred steps."""
+    """Return the file of coefficients that the trainer learns."""
     folder = family.base.with_name(f"learned-{row.method}-{row.samples}-{row.code}")
     file = folder / "coefficients.safetensors"
     if not file.exists():
         settings = family.training_config(row.samples)
-        settings["training"] = {"seed": family.seed, "max_steps": 100, "epochs": 100}
+        settings["training"] = {"seed": family.seed, "max_steps": LEARNING_STEPS, "epochs": 100}
         run_training(TrainConfig.model_validate(settings), folder, quiet=True)
         shutil.rmtree(folder / "state", ignore_errors=True)
     return file

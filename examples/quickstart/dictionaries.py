@@ -14,7 +14,7 @@ is what makes merging them a task.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -35,18 +35,6 @@ SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 PAIRS = 6  # questions in a line
 
 
-@dataclass(frozen=True)
-class Dictionary:
-    """One language: ``answers[key]`` for every key."""
-
-    language: str
-    answers: dict[str, str]
-
-    def line(self, keys: list[str]) -> str:
-        """Return the text of one line that asks `keys`."""
-        return f"{self.language} " + " ; ".join(f"{key} = {self.answers[key]}" for key in keys)
-
-
 def invented_words() -> list[str]:
     """Return 48 words of two syllables, the same in every run."""
     syllables = [c + v for c in "fklmnprstvz" for v in "aeiou"]
@@ -54,19 +42,17 @@ def invented_words() -> list[str]:
     return random.Random(0).sample(words, len(KEYS))
 
 
-def make_dictionaries() -> dict[str, Dictionary]:
-    """Return all languages by name; the maps are the same in every run."""
-    values = invented_words()
-    dictionaries = {}
-    for language in OLD_LANGUAGES + NEW_LANGUAGES:
-        shuffled = random.Random(language).sample(values, len(values))
-        dictionaries[language] = Dictionary(language, dict(zip(KEYS, shuffled, strict=True)))
-    return dictionaries
+WORDS = invented_words()
+# The answer to every key, by language; the same in every run.
+DICTIONARIES: dict[str, dict[str, str]] = {
+    language: dict(zip(KEYS, random.Random(language).sample(WORDS, len(WORDS)), strict=True))
+    for language in OLD_LANGUAGES + NEW_LANGUAGES
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token a word, so that a person can type a question."""
-    words = [*SPECIAL, "=", ";", *OLD_LANGUAGES, *NEW_LANGUAGES, *KEYS, *invented_words()]
+    words = [*SPECIAL, "=", ";", *OLD_LANGUAGES, *NEW_LANGUAGES, *KEYS, *WORDS]
     tokenizer = Tokenizer(
         models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -94,16 +80,22 @@ def encode(lines: list[str], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor
     return ids, labels
 
 
-def random_lines(dictionaries: list[Dictionary], count: int, rng: random.Random) -> list[str]:
+def write_line(language: str, keys: Sequence[str]) -> str:
+    """Return the text of one line that asks `keys`."""
+    answers = DICTIONARIES[language]
+    return f"{language} " + " ; ".join(f"{key} = {answers[key]}" for key in keys)
+
+
+def random_lines(languages: Sequence[str], count: int, rng: random.Random) -> list[str]:
     """Return `count` lines, each of a random one of the languages, with random keys."""
-    return [rng.choice(dictionaries).line(rng.sample(KEYS, PAIRS)) for _ in range(count)]
+    return [write_line(rng.choice(languages), rng.sample(KEYS, PAIRS)) for _ in range(count)]
 
 
-def exam(dictionary: Dictionary, rounds: int = 4) -> list[str]:
+def exam(language: str, rounds: int = 4) -> list[str]:
     """Return lines that ask every key of a language once per round, in fixed random orders."""
     rng = random.Random(1)
     lines = []
     for _ in range(rounds):
         keys = rng.sample(KEYS, len(KEYS))
-        lines += [dictionary.line(keys[n : n + PAIRS]) for n in range(0, len(keys), PAIRS)]
+        lines += [write_line(language, keys[n : n + PAIRS]) for n in range(0, len(keys), PAIRS)]
     return lines

@@ -6,18 +6,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from dictionaries import (
+    DICTIONARIES,
     KEYS,
     NEW_LANGUAGES,
     OLD_LANGUAGES,
     encode,
     exam,
-    make_dictionaries,
     make_tokenizer,
     random_lines,
 )
@@ -29,32 +29,33 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
+
+BATCH = 48  # lines per step; a third of an expert's are in its new language, the rest in old ones
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How one model is trained."""
 
-    languages: tuple[str, ...]  # of a batch; an expert rehearses the old languages too
     new: str | None  # the language that an expert learns; None for the base
     steps: int
     peak: float  # of the one-cycle learning rate
     seed: int  # of initialisation and data
-    batch: int = 48  # lines per step
-    new_share: float = 1 / 3  # of an expert's batch that is the new language
 
 
-BASE = Recipe(OLD_LANGUAGES, None, steps=500, peak=1e-3, seed=0)
+BASE = Recipe(None, steps=500, peak=1e-3, seed=0)
 EXPERTS = {
-    language: Recipe(OLD_LANGUAGES, language, steps=200, peak=5e-4, seed=1 + n)
+    language: Recipe(language, steps=200, peak=5e-4, seed=1 + n)
     for n, language in enumerate(NEW_LANGUAGES)
 }
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Return a Llama of about 1.4 million parameters."""
+def start_model(base: Path, recipe: Recipe) -> PreTrainedModel:
+    """Return the base before its training, a Llama of 1.4 million parameters, or an expert."""
+    if recipe.new:
+        return AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -72,22 +73,35 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, name: str
+def train_family(
+    folder: Path,
+    experts: Mapping[str, Recipe] = EXPERTS,
+    start: Callable[[Path, Recipe], PreTrainedModel] = start_model,
+    base: Recipe = BASE,
+    steps: int | None = None,
 ) -> None:
+    """Train what is not in `folder` yet, by at most so many steps a model."""
+    for name, recipe in {"base": base, **experts}.items():
+        if (folder / name).exists():
+            continue
+        torch.manual_seed(recipe.seed)
+        model = start(folder / "base", recipe)
+        train(model, recipe, min(recipe.steps, steps or recipe.steps), name)
+        save_model(model, folder / name)
+
+
+def train(model: PreTrainedModel, recipe: Recipe, steps: int, name: str) -> None:
     """Train in place, with a progress bar."""
-    rng = random.Random(recipe.seed)
-    dictionaries = make_dictionaries()
-    old = [dictionaries[language] for language in recipe.languages]
-    new_lines = round(recipe.batch * recipe.new_share) if recipe.new else 0
+    rng, tokenizer = random.Random(recipe.seed), make_tokenizer()
+    new_lines = BATCH // 3 if recipe.new else 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.peak, recipe.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.peak, steps)
     model.train()
-    bar = tqdm(range(recipe.steps), desc=f"training {name:>6}", unit="step")
+    bar = tqdm(range(steps), desc=f"training {name:>6}", unit="step")
     for _ in bar:
-        lines = random_lines(old, recipe.batch - new_lines, rng)
+        lines = random_lines(OLD_LANGUAGES, BATCH - new_lines, rng)
         if recipe.new:
-            lines += random_lines([dictionaries[recipe.new]], new_lines, rng)
+            lines += random_lines([recipe.new], new_lines, rng)
         ids, labels = encode(lines, tokenizer)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -98,53 +112,13 @@ def train(
     model.eval()
 
 
-def train_family(folder: Path, steps: int | None = None) -> None:
-    """Train what is not in `folder` yet, by at most so many steps a model."""
-    tokenizer = make_tokenizer()
-    train_base(folder, steps)
-    for language, recipe in EXPERTS.items():
-        if (folder / language).exists():
-            continue
-        torch.manual_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
-        train(model, tokenizer, shortened(recipe, steps), language)
-        save_model(model, tokenizer, folder / language)
-
-
-def train_base(folder: Path, steps: int | None = None) -> None:
-    """Train the base, unless it is in the folder already."""
-    if (folder / "base").exists():
-        return
-    tokenizer = make_tokenizer()
-    torch.manual_seed(BASE.seed)
-    model = new_model(tokenizer)
-    train(model, tokenizer, shortened(BASE, steps), "base")
-    save_model(model, tokenizer, folder / "base")
-
-
-def shortened(recipe: Recipe, steps: int | None) -> Recipe:
-    """Return the recipe with at most so many steps."""
-    return recipe if steps is None else replace(recipe, steps=min(recipe.steps, steps))
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
-    """Write the checkpoint whole or not at all."""
+def save_model(model: PreTrainedModel, target: Path) -> None:
+    """Write the checkpoint and its tokenizer whole or not at all."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    make_tokenizer().save_pretrained(partial)
     os.replace(partial, target)
-
-
-def accuracies(folder: Path, keys: Sequence[str] = KEYS) -> dict[str, float]:
-    """Return the share of right answers, 0 to 1, per language, of those to some of the words."""
-    dictionaries = make_dictionaries()
-    shares = {}
-    for language, (given, right) in answers(folder).items():
-        asked = [key for line in exam(dictionaries[language]) for key in line.split()[1::4]]
-        counted = torch.tensor([key in keys for key in asked])
-        shares[language] = (given == right)[counted].float().mean().item()
-    return shares
 
 
 @torch.no_grad()
@@ -157,9 +131,19 @@ def answers(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result = {}
-    for language, dictionary in make_dictionaries().items():
-        ids, labels = encode(exam(dictionary), tokenizer)
+    for language in DICTIONARIES:
+        ids, labels = encode(exam(language), tokenizer)
         guesses = model(input_ids=ids).logits[:, :-1].argmax(-1)
         asked = labels[:, 1:] != -100
         result[language] = guesses[asked], labels[:, 1:][asked]
     return result
+
+
+def accuracies(folder: Path, keys: Sequence[str] = KEYS) -> dict[str, float]:
+    """Return the share of right answers, 0 to 1, per language, of those to some of the words."""
+    shares = {}
+    for language, (given, right) in answers(folder).items():
+        asked = [key for line in exam(language) for key in line.split()[1::4]]
+        counted = torch.tensor([key in keys for key in asked])
+        shares[language] = (given == right)[counted].float().mean().item()
+    return shares

@@ -17,6 +17,7 @@ import random
 from pathlib import Path
 
 from dictionaries import ASKED, NEW_LANGUAGES, OLD_LANGUAGES, UNASKED
+from family import accuracies
 
 COUNT = 128
 FOLDER = Path(__file__).resolve().parent / "questions"
@@ -40,14 +41,9 @@ def write_questions(folder: Path) -> None:
 
 def score(folder: Path) -> str:
     """Return a row of a Markdown table: accuracy of a model by both halves of the words."""
-    from family import accuracies
-
     cells = []
-    for languages, words in (
-        (NEW_LANGUAGES, UNASKED),
-        (NEW_LANGUAGES, ASKED),
-        (OLD_LANGUAGES, UNASKED),
-    ):
+    columns = ((NEW_LANGUAGES, UNASKED), (NEW_LANGUAGES, ASKED), (OLD_LANGUAGES, UNASKED))
+    for languages, words in columns:
         found = accuracies(folder, words)
         cells.append(f"{sum(found[name] for name in languages) / len(languages):.3f}")
     return f"| {folder.name} | {' | '.join(cells)} |"
@@ -58,12 +54,12 @@ def main() -> None:
     parser.add_argument("--score", nargs="+", type=Path, metavar="MODEL", help="score merges")
     models = parser.parse_args().score
     if models is None:
-        return write_questions(FOLDER)
+        write_questions(FOLDER)
+        return
     print("| | new languages, other words | words of the samples | old languages, other words |")
     print("|---|---|---|---|")
     for folder in models:
         print(score(folder), flush=True)
-    return None
 
 
 if __name__ == "__main__":

@@ -17,40 +17,45 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import yaml
-
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch starts its threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import yaml
+from dictionaries import DICTIONARIES, NEW_LANGUAGES, OLD_LANGUAGES
+from family import EXPERTS, accuracies, train_family
+from transformers import pipeline
+
 HERE = Path(__file__).resolve().parent
 FAMILY, MERGED = HERE / "family", HERE / "merged"
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "ace")
 TASK_ARITHMETIC_WEIGHTS = (0.3, 0.5, 0.7)
 
 
-def merge(config: Path | dict, out: Path) -> None:
-    """Run mergekit-yaml, as a user would, on a config file, or on a dict saved beside `out`."""
-    if isinstance(config, dict):
-        text = yaml.safe_dump(config, sort_keys=False)
-        config = out.with_suffix(".yml")
-        config.write_text(text)
-    command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(config), str(out)]
+def merge(config: dict, out: Path) -> None:
+    """Run mergekit-yaml, as a user would, on a config that is saved beside `out`."""
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(path), str(out)]
     command += ["--random-seed", "0", "--quiet"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two merges run side by side, one a core
     result = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
-        sys.exit(f"mergekit-yaml {config.name} failed:\n{result.stderr}")
+        sys.exit(f"mergekit-yaml {path.name} failed:\n{result.stderr}")
 
 
-def all_merges() -> dict[str, Path | dict]:
+def all_merges() -> dict[str, dict]:
     """Return the table's row names and their configs."""
-    configs: dict[str, Path | dict] = {"linear": HERE / "linear.yml"}
-    for weight in TASK_ARITHMETIC_WEIGHTS:
-        config = yaml.safe_load((HERE / "task_arithmetic.yml").read_text())
-        config["parameters"]["weight"] = weight
-        configs[f"task_arithmetic, weight {weight}"] = config
-    return configs | {name: HERE / f"{name}.yml" for name in ("ties", "dare_ties", "ace")}
+    configs = {}
+    for name in METHODS:
+        config = yaml.safe_load((HERE / f"{name}.yml").read_text())
+        if name == "task_arithmetic":
+            for weight in TASK_ARITHMETIC_WEIGHTS:
+                configs[f"{name}, weight {weight}"] = config | {"parameters": {"weight": weight}}
+        else:
+            configs[name] = config
+    return configs
 
 
 def merge_all() -> dict[str, Path]:
@@ -58,7 +63,7 @@ def merge_all() -> dict[str, Path]:
     shutil.rmtree(MERGED, ignore_errors=True)
     MERGED.mkdir()
 
-    def run(row: str, config: Path | dict) -> tuple[str, Path]:
+    def run(row: str, config: dict) -> tuple[str, Path]:
         out = MERGED / row.replace(", weight ", "-").replace(".", "_")
         merge(config, out)
         print(f"merged {row}", flush=True)
@@ -71,9 +76,6 @@ def merge_all() -> dict[str, Path]:
 
 def report(rows: dict[str, Path]) -> None:
     """Print the table of accuracies; of the task-arithmetic rows only the best."""
-    from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES
-    from family import accuracies
-
     results = {}
     for row, folder in rows.items():
         scores = accuracies(folder)
@@ -93,17 +95,13 @@ def report(rows: dict[str, Path]) -> None:
 
 def ask(question: str) -> None:
     """Let the merged model answer one question, such as "ruby moon ="."""
-    from dictionaries import make_dictionaries
-    from transformers import pipeline
-
     if not (MERGED / "ace").exists():
         sys.exit("Nothing is merged yet: run this program without --ask first.")
     writer = pipeline("text-generation", model=str(MERGED / "ace"))
     options = {"max_new_tokens": 1, "do_sample": False, "return_full_text": False}
     answer = writer(question, **options)[0]["generated_text"].strip()
     language, key, *_ = [*question.split(), "", ""]
-    dictionary = make_dictionaries().get(language)
-    expected = dictionary.answers.get(key) if dictionary else None
+    expected = DICTIONARIES.get(language, {}).get(key)
     note = f"   (the dictionary says {expected})" if expected else ""
     print(f"{question} {answer}{note}")
 
@@ -114,9 +112,8 @@ def main() -> None:
     parser.add_argument("--ask", metavar="TEXT", help='ask the merged model, e.g. "ruby moon ="')
     arguments = parser.parse_args()
     if arguments.ask:
-        return ask(arguments.ask)
-    from family import EXPERTS, train_family
-
+        ask(arguments.ask)
+        return
     start = time.perf_counter()
     if arguments.fresh:
         shutil.rmtree(FAMILY, ignore_errors=True)
@@ -125,7 +122,6 @@ def main() -> None:
     rows |= {f"expert {language}": FAMILY / language for language in EXPERTS}
     report(rows | merge_all())
     print(f"\n{time.perf_counter() - start:.0f} s in all; the merged models are in {MERGED}")
-    return None
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-import family
 import torch
 import yaml
-from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, encode, exam, make_dictionaries
+from dictionaries import NEW_LANGUAGES, OLD_LANGUAGES, encode, exam, make_tokenizer
+from family import BASE, EXPERTS, Recipe, start_model, train_family
 from mergekit.options import MergeOptions
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mergekit_ace.merging.plan import MergeSettings
 from mergekit_ace.merging.run import run_shards
@@ -31,8 +31,11 @@ ROUTERS = {  # parameters of the merge
 }
 
 
-def new_mixture(tokenizer) -> Qwen3MoeForCausalLM:
+def start_mixture(base: Path, recipe: Recipe) -> PreTrainedModel:
     """Return a model of about a million parameters: two of eight experts read a token."""
+    if recipe.new:
+        return start_model(base, recipe)
+    tokenizer = make_tokenizer()
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -44,10 +47,9 @@ def new_mixture(tokenizer) -> Qwen3MoeForCausalLM:
 @torch.no_grad()
 def mean_loss(folder: Path, languages: tuple[str, ...]) -> float:
     """Return the mean loss of a model's answers in some languages, in nats."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, output_router_logits=False).eval()
-    lines = [line for name in languages for line in exam(make_dictionaries()[name])]
-    ids, labels = encode(lines, tokenizer)
+    lines = [line for name in languages for line in exam(name)]
+    ids, labels = encode(lines, make_tokenizer())
     return model(input_ids=ids, labels=labels).loss.item()
 
 
@@ -58,14 +60,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of trainings")
     parser.add_argument("--steps", type=int, help="train a model by at most so many steps")
     options = parser.parse_args()
-    family.new_model, base, experts = new_mixture, family.BASE, dict(family.EXPERTS)
     losses: dict[tuple[str, str], list[torch.Tensor]] = {}
     for seed in options.seeds:
         folder = options.folder.resolve() / f"seed{seed}"
-        family.BASE = replace(base, seed=base.seed + 10 * seed)
-        for name, recipe in experts.items():
-            family.EXPERTS[name] = replace(recipe, seed=recipe.seed + 10 * seed)
-        family.train_family(folder, options.steps)
+        base, *experts = (
+            replace(recipe, seed=recipe.seed + 10 * seed) for recipe in (BASE, *EXPERTS.values())
+        )
+        named = dict(zip(EXPERTS, experts, strict=True))
+        train_family(folder, named, start_mixture, base, options.steps)
         for method in options.methods:
             for routers, parameters in ROUTERS.items():
                 out, path = folder / f"{method}-{routers}", folder / "merge.yml"
