@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 from mergekit.graph import Task
 from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
@@ -17,7 +16,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import InstanceOf
 from torch import Tensor
 
-from mergekit_ace.adapters.read import Adapter, Change, base_of
+from mergekit_ace.adapters.read import Adapter, Change, base_of, find_changes
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
@@ -31,21 +30,6 @@ from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
 
 LINEAR_METHODS = ("linear", "task_arithmetic")  # of mergekit, in the task vectors
-
-
-def find_changes(
-    weights: Mapping[ModelReference, WeightInfo],
-    adapters: Mapping[ModelReference, Adapter],
-    *,
-    in_files: bool,
-) -> dict[ModelReference, Change]:
-    """Return what adapters change of a tensor, by its names in memory, or in their bases' files."""
-    own = ((model, adapters[model]) for model in weights if model in adapters)
-    found = {
-        model: adapter.find_change(weights[model], base_of(model) if in_files else None)
-        for model, adapter in own
-    }
-    return {model: change for model, change in found.items() if change is not None}
 
 
 def merge_changes(
@@ -65,12 +49,13 @@ def merge_changes(
         for model in planned.experts
     ]
     given = [delta for delta in deltas if delta is not None]
+    shape = given[0].shape
     if not isinstance(method, TaskVectorMethod):  # linear, so that it merges cores
         space, most = CoreSpace.of(given), sum(delta.rank for delta in given)
         zero = space.zeros()
         cores = [zero if delta is None else space.core(delta) for delta in deltas]
-        return space.expand(_execute(planned, zero, cores), given[0].shape, rank or most)
-    settings = method.complete(planned.settings, len(given[0].shape))
+        return space.expand(_execute(planned, zero, cores), shape, rank or most)
+    settings = method.complete(planned.settings, len(shape))
     try:
         merged = merge_low_rank(method, deltas, settings, rank)
     except MERGE_ERRORS as error:
@@ -128,8 +113,8 @@ def use_adapters(
     planned = PlannedTensor(task)
     if not planned.weights.keys() & adapters.keys():
         return task
-    changes = find_changes(planned.weights, adapters, in_files=True)
-    gather: Task = GatherAdapted(**_fields(planned.gather), changes=tuple(changes.items()))
+    changes = find_changes(planned.weights, adapters)
+    gather: Task = GatherAdapted(**dict(planned.gather), changes=tuple(changes.items()))
     if task.gather_tensors is not planned.gather:  # rows are aligned, once they are formed
         gather = task.gather_tensors.model_copy(update={"gather_tensors": gather})
         return task.model_copy(update={"gather_tensors": gather})
@@ -138,11 +123,7 @@ def use_adapters(
     on_adapter = planned.base is not None and planned.base.lora is not None
     if not changes or len(bases) > 1 or on_adapter or leaves_span(planned, changes.values()):
         return task
-    return MergeProducts(**_fields(task))
-
-
-def _fields(task: Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in type(task).model_fields}
+    return MergeProducts(**dict(task))
 
 
 class GatherAdapted(GatherTensors):
@@ -177,18 +158,17 @@ class MergeProducts(ExecuteMergeMethodTask):
     @torch.no_grad()
     def execute(self, base: Tensor, **_: Any) -> Tensor:
         """Return the merged tensor, in the dtype of the base's."""
-        planned, gathered = PlannedTensor(self), cast(GatherAdapted, self.gather_tensors)
-        method, changes = planned.method, dict(gathered.changes)
+        planned, changes = PlannedTensor(self), dict(cast(Any, self.gather_tensors).changes)
+        method, name = planned.method, planned.name
         if isinstance(method, TaskVectorMethod):
-            entries = (TensorEntry(planned.base, base, is_base=True),)
-            metadata = TensorMetadata.from_weight_info(self.output_weight)
-            check_finite(method.spec.name, TensorGroup(entries=entries, metadata=metadata))
+            entry = TensorEntry(planned.base, base, is_base=True)
+            check_finite(method.spec.name, TensorGroup((entry,), TensorMetadata(name)))
 
         def merged_on(device: torch.device) -> Tensor:
             delta, _ = merge_changes(planned, changes, device)
             return base.to(device) if delta is None else delta.added_to(base.to(device))
 
-        result = first_that_fits(base.device, merged_on, method.spec.name, planned.name)
+        result = first_that_fits(base.device, merged_on, method.spec.name, name)
         if isinstance(method, TaskVectorMethod):
             method.check_size(result, planned.settings)
         return result

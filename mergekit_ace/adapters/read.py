@@ -27,14 +27,13 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, read_file_header, read_json
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader
 from mergekit_ace.methods.architecture import empty_network, model_names
 from mergekit_ace.naming import ConfigError, FileError
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
 
 MERGE_MODELS = "merge full models, made by peft's merge_and_unload"
-_RESAVE = "load the adapter by peft's PeftModel.from_pretrained, and save it by save_pretrained"
 _NAME = "default"  # of the adapter, within PEFT
 # Settings by which an adapter is more than scaled products of A and B, added to weights: those that
 # PEFT itself calls variants, but for one of the training alone, and some others.
@@ -85,6 +84,15 @@ class Change:
             left, right = right.mT, left.mT
         return LowRank(left, right, self.shape)
 
+    def to_peft(self, factors: LowRank) -> tuple[Tensor, Tensor]:
+        """Return A and B, as PEFT stores them, of a product that counts as it is."""
+        left, right = factors.left, factors.right
+        if self.flipped:
+            left, right = right.mT, left.mT
+        if self.is_stack:
+            return right.flatten(0, 1), left.permute(1, 2, 0).flatten(1)
+        return right, left
+
     def apply(self, base: Tensor) -> Tensor:
         """Return a tensor of the base with the change, in the base's dtype and on its device."""
         if self.whole:
@@ -101,22 +109,12 @@ class Change:
             )
         return tensor
 
-    def to_peft(self, factors: LowRank) -> tuple[Tensor, Tensor]:
-        """Return A and B, as PEFT stores them, of a product that counts as it is."""
-        left, right = factors.left, factors.right
-        if self.flipped:
-            left, right = right.mT, left.mT
-        if self.is_stack:
-            return right.flatten(0, 1), left.permute(1, 2, 0).flatten(1)
-        return right, left
-
 
 @dataclass(frozen=True)
 class Adapter:
     """An adapter by its config and the header of its tensors."""
 
     name: str  # as the user wrote it
-    folder: Path
     config: LoraConfig
     changes: Mapping[str, Change]  # by the name of the base's tensor
     network: nn.Module  # the base on the meta device
@@ -129,26 +127,15 @@ class Adapter:
         A merge changes both. Of whole tensors it is a `ConfigError`: PEFT's merge unties.
         """
         for head, table in getattr(self.network, "all_tied_weights_keys", {}).items():
-            known = [self.changes[name] for name in (table, head) if name in self.changes]
-            if known:
-                whole = all(change.whole for change in known)
+            tied = [self.changes[name] for name in (table, head) if name in self.changes]
+            if tied:
+                whole = all(change.whole for change in tied)
                 raise (ConfigError if whole else FileError)(
-                    f"{self.file} changes {known[0].name}, and the base has {table} and {head} "
+                    f"{self.file} changes {tied[0].name}, and the base has {table} and {head} "
                     "tied, as one tensor; put the adapter onto a copy of the base with "
                     f"`tie_word_embeddings`: false and {table} once more as {head}, and merge with "
                     "that as the base"
                 )
-
-    def find_change(self, weight: WeightInfo, base: ModelReference | None = None) -> Change | None:
-        """Return what the adapter changes of a tensor.
-
-        Args:
-            base: in whose files the tensor has its name; None for one with its name in memory.
-        """
-        names = [weight.name, *(weight.aliases or ())]
-        stored = model_names(base) if base else None
-        names += [stored.memory[name] for name in names if stored and name in stored.memory]
-        return next((self.changes[name] for name in names if name in self.changes), None)
 
 
 def base_of(model: ModelReference) -> ModelReference:
@@ -156,23 +143,44 @@ def base_of(model: ModelReference) -> ModelReference:
     return ModelReference(model=model.model)
 
 
+def find_changes(
+    weights: Mapping[ModelReference, WeightInfo], adapters: Mapping[ModelReference, Adapter]
+) -> dict[ModelReference, Change]:
+    """Return what adapters change of a tensor, given its names in memory or in their bases' files.
+
+    The bases are those that mergekit's loaders have.
+    """
+    found = {}
+    for model, weight in weights.items():
+        changes = adapters[model].changes if model in adapters else {}
+        names = [weight.name, *(weight.aliases or ())]
+        if changes and (stored := model_names(base_of(model))):
+            names += [stored.memory[name] for name in names if name in stored.memory]
+        if own := [changes[name] for name in names if name in changes]:
+            found[model] = own[0]
+    return found
+
+
 def adapter_folder(reference: ModelPath) -> Path:
     """Return where an adapter's files are, once they are downloaded."""
     folder = files.existing_folder(reference.path)
-    if folder is None:
-        folder = Path(files.hub_file(reference, "adapter_config.json")).parent
-        try:
-            files.hub_file(reference, "adapter_model.safetensors")
-        except FileError as error:
-            raise FileError(f"{error}; if it has only a .bin file, {_RESAVE}") from error
+    if folder is not None:
+        return folder
+    folder = Path(files.hub_file(reference, "adapter_config.json")).parent
+    try:
+        files.hub_file(reference, "adapter_model.safetensors")
+    except FileError as error:
+        remedy = "if it has only a .bin file, load it by peft, and save it by save_pretrained"
+        raise FileError(f"{error}; {remedy}") from error
     return folder
 
 
 def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:
     """Read the adapters of models that have one, see `read_adapter`."""
-    adapted = ((model, model.lora) for model in models)
     return {
-        model: read_adapter(lora, base_network(base_of(model))) for model, lora in adapted if lora
+        model: read_adapter(model.lora, base_network(base_of(model)))
+        for model in models
+        if model.lora is not None
     }
 
 
@@ -193,21 +201,17 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
     """Read what an adapter in a folder or on the Hub changes of a base on the meta device."""
     folder = adapter_folder(ModelPath.model_validate(reference))
     file = files.check_adapter_folder(folder)
-    config, headers = _read_config(folder), read_file_header(file)
-    if not headers:
-        raise FileError(f"{file} holds no tensors; download or save the adapter again")
+    settings, headers = folder / "adapter_config.json", files.read_file_header(file)
+    _check_settings(settings)
     try:
+        config = cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
         possible, shapes = possible_changes(network, config)
-    except ConfigError as error:
-        raise ConfigError(f"{file} {error}") from None
     except Exception as error:  # of many kinds: expressions, lookups, shapes
-        raise FileError(
+        raise (ConfigError if isinstance(error, ConfigError) else FileError)(
             f"PEFT cannot put the adapter in {folder} onto its base: {error}; correct its config, "
             f"give the base that it was trained on, or {MERGE_MODELS}"
         ) from error
-    for name, header in sorted(headers.items()):
-        if wrong := _wrong_tensor(header.dtype, tuple(header.shape), shapes.get(name)):
-            raise FileError(f"tensor {name} of {file} {wrong}")
+    _check_tensors(file, headers, shapes)
     changes = {
         name: replace(change, file=file)
         for name, change in possible.items()
@@ -218,56 +222,32 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
             f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
             "the adapter again"
         )
-    zero = next((name for name, one in changes.items() if one.rank and one.scale == 0), None)
-    if zero is not None:
+    unscaled = [name for name, change in changes.items() if change.scale == 0]
+    if unscaled:
         logging.getLogger(__name__).warning(
             "%s has a `lora_alpha` or an `alpha_pattern` of 0, so that %s stays as it is; set it "
-            "to that of the training", folder / "adapter_config.json", zero,
+            "to that of the training", settings, unscaled[0],
         )  # fmt: skip
     dtype = reduce(torch.promote_types, (DTYPES[header.dtype] for header in headers.values()))
-    return Adapter(str(reference), folder, config, changes, network, file, dtype)
+    return Adapter(str(reference), config, changes, network, file, dtype)
 
 
-def _wrong_tensor(dtype: str, shape: tuple[int, ...], expected: tuple[int, ...] | None) -> str:
-    """Return what is wrong with a tensor of an adapter, and what to do about it; else nothing."""
-    if dtype not in FLOATING:
-        return f"is in {dtype}, as quantised adapters are; give it in bfloat16, float16 or float32"
-    if 0 in shape:
-        return (
-            "is empty, as DeepSpeed's ZeRO-3 leaves parameters that are not gathered; save the "
-            "adapter with `stage3_gather_16bit_weights_on_model_save`: true"
-        )
-    if expected is None:
-        return (
-            "is none that PEFT loads onto the base, which has no such module, or not among those "
-            "that the config targets; give the base that the adapter was trained on"
-        )
-    if shape != expected:
-        return (
-            f"has the shape {shape}, and config and base ask for {expected}; correct `r` or "
-            "`rank_pattern`, or give the base that the adapter was trained on, with its vocabulary"
-        )
-    return ""
+def _check_settings(path: Path) -> None:
+    """Raise unless an adapter is only scaled products of A and B, added to weights.
 
-
-def _read_config(folder: Path) -> LoraConfig:
-    """Return the config of an adapter that is only scaled products of A and B, added to weights."""
-    path = folder / "adapter_config.json"
-    content = read_json(path)
-    kind, known = content.get("peft_type"), {field.name for field in fields(LoraConfig)}
-    newer = [name for name, value in sorted(content.items()) if value and name not in known]
-    newer = [name for name in newer if name.startswith("use_") or name.endswith("_config")]
-    if kind == "LORA" and newer:
-        raise FileError(
-            f"{path} sets {', '.join(newer)}, which peft {peft.__version__} does not know, and "
-            "which may change what the adapter does; update peft"
-        )
-    refused = ["peft_type"] if kind != "LORA" else []
-    refused += [name for name in sorted(_REFUSED) if content.get(name) not in (None, False, "none")]
-    if refused:
-        raise ConfigError(
-            f"{path} has `{refused[0]}`: {content.get(refused[0])}, which is more than products of "
-            f"two factors; convert it by peft's save_as_lora, or {MERGE_MODELS}"
+    A `ConfigError` names what PEFT itself can merge, a `FileError` what it would ignore.
+    """
+    content = files.read_json(path)
+    unknown = content.keys() - {field.name for field in fields(LoraConfig)}
+    newer = {name for name in unknown if name.startswith("use_") or name.endswith("_config")}
+    refused = [n for n in sorted(_REFUSED | newer) if content.get(n) not in (None, False, "none")]
+    if content.get("peft_type") != "LORA":
+        refused = ["peft_type"]
+    for name in refused:
+        raise (FileError if name in newer else ConfigError)(
+            f"{path} has `{name}`: {content.get(name)}, which is more than the products of two "
+            f"factors that peft {peft.__version__} knows; convert it by peft's save_as_lora, "
+            f"{MERGE_MODELS}, or update peft"
         )
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
@@ -276,13 +256,27 @@ def _read_config(folder: Path) -> LoraConfig:
             "so that the adapter means nothing on the original; save it by peft's save_pretrained "
             "with path_initial_model_for_weight_conversion"
         )
-    try:
-        return cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))  # warns of newer settings
-    except Exception as error:  # of many kinds
-        raise FileError(
-            f"{path} is no config that peft {peft.__version__} reads: {error}; correct it, or save "
-            "the adapter again"
-        ) from error
+
+
+def _check_tensors(file: Path, headers: Mapping[str, TensorHeader], shapes: Shapes) -> None:
+    """Raise a `FileError` unless a file holds tensors that PEFT loads, by their shapes."""
+    if not headers:
+        raise FileError(f"{file} holds no tensors; download or save the adapter again")
+    for name, header in sorted(headers.items()):
+        shape, expected = tuple(header.shape), shapes.get(name, "no such tensor")
+        if header.dtype not in FLOATING:
+            wrong = f"is in {header.dtype}, as quantised adapters are"
+            remedy = "give it in bfloat16, float16 or float32"
+        elif 0 in shape:
+            wrong = "is empty, as DeepSpeed's ZeRO-3 leaves parameters that are not gathered"
+            remedy = "save the adapter with `stage3_gather_16bit_weights_on_model_save`: true"
+        elif shape != expected:
+            wrong = f"has the shape {shape}, and config and base ask for {expected}"
+            remedy = "correct `r`, `rank_pattern` or the targets, or give the base that the "
+            remedy += "adapter was trained on, with its vocabulary"
+        else:
+            continue
+        raise FileError(f"tensor {name} of {file} {wrong}; {remedy}")
 
 
 def possible_changes(network: nn.Module, config: LoraConfig) -> tuple[dict[str, Change], Shapes]:
@@ -314,16 +308,16 @@ def _layer_change(place: str, layer: Any) -> Change:
     base, module, packed = layer.get_base_layer(), place, isinstance(layer, ParamWrapper)
     while module.endswith(".base_layer"):  # several parameters of a module wrap one another
         module = module.removesuffix(".base_layer")
-    if not packed and not isinstance(base, nn.Linear | nn.Embedding | Conv1D):
-        raise ConfigError(
-            f"changes {place}, a {type(base).__name__}, and only matrices, tables and packed "
-            f"experts can be merged as an adapter; {MERGE_MODELS}"
-        )
-    name, weight = "weight", cast(Tensor, None if packed else base.weight)
-    flipped = not isinstance(base, nn.Linear)
     if packed:
         name, weight = layer.parameter_name, layer.get_param()
         flipped = weight.ndim == 3 and getattr(base, "is_transposed", False)
+    elif isinstance(base, nn.Linear | nn.Embedding | Conv1D):
+        name, weight, flipped = "weight", base.weight, not isinstance(base, nn.Linear)
+    else:
+        raise ConfigError(
+            f"{place} is a {type(base).__name__}, and only matrices, tables and packed experts can "
+            "be merged as an adapter"
+        )
     # A and B, named as in the file: within PEFT's layer it is `lora_A.default.weight`
     tensors = tuple(
         f"{files.PEFT_PREFIX}{place}.{name.replace(f'.{_NAME}', '')}"

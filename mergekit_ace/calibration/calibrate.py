@@ -6,29 +6,27 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, cast
 
 import click
 import torch
-from accelerate import init_empty_weights
-from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 from pydantic import Field, model_validator
-from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.adapters.read import base_of, read_adapters
 from mergekit_ace.calibration.layers import (
     KIND,
+    KNOWN_MODELS,
     RIDGE,
     TABLE,
-    Calibration,
     LazyWeights,
     SampleTeacher,
+    calibrated_layers,
     choose_scale,
     scaled_weights,
 )
@@ -38,7 +36,14 @@ from mergekit_ace.merging.output import MANIFEST_FILE
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import check_tokens, read_rows
-from mergekit_ace.training.models import load_model, load_processor, local_folder
+from mergekit_ace.training.models import (
+    load_model,
+    load_processor,
+    load_skeleton,
+    local_folder,
+    map_file,
+    map_folder,
+)
 from mergekit_ace.training.tasks import (
     Batch,
     Example,
@@ -84,16 +89,15 @@ class _Model(LazyWeights):
     def __init__(self, reference: str, trust_remote_code: bool):
         parsed = ModelReference.model_validate(reference)
         self.reference = reference
-        self.folder = local_folder(str(parsed.model), Path(), trust_remote_code)
-        self.shards = weight_files(Path(self.folder))
-        self.stored = {n: one for shard in self.shards for n, one in load_file(shard).items()}
-        self.adapter = read_adapters([parsed])[parsed] if parsed.lora else None
+        self.folder = local_folder(str(base_of(parsed)), Path(), trust_remote_code)
+        self.stored = map_folder(self.folder)
+        self.adapter = read_adapters([parsed]).get(parsed)
         if self.adapter:
             self.adapter.check_ties()
         super().__init__(self.stored, self._changed)
 
     def _changed(self, name: str) -> Tensor:
-        change = self.adapter and self.adapter.find_change(WeightInfo(name=name))
+        change = self.adapter and self.adapter.changes.get(name)
         return change.apply(self.stored[name].float()) if change else self.stored[name]
 
 
@@ -141,13 +145,14 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     merge = _Model(config.merged_model, trust)
     experts = [_Model(expert.model, trust) for expert in config.models]
     base = _Model(config.base_model, trust) if config.base_model else None
-    settings = AutoConfig.from_pretrained(merge.folder, trust_remote_code=trust)
-    with init_empty_weights():
-        skeleton = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
-    for model in (merge, *experts, *([base] if base else [])):
+    skeleton: Any = load_skeleton(merge.folder, KIND, config)
+    if type(skeleton) not in KNOWN_MODELS:
+        raise ConfigError(
+            f"{type(skeleton).__name__} cannot be calibrated, as its decoder layers are not those "
+            "of Llama, Mistral, Qwen2 or Qwen3"
+        )
+    for model in (merge, *experts, base or merge):
         _check_weights(model, skeleton)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    calibration = Calibration(skeleton, device)
     tokenizer = load_processor([one.folder for one in (merge, *experts)], KIND, config)
     samples = []
     sources = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
@@ -156,8 +161,8 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
             path = work / "texts" / f"{number}.jsonl"
             data = _write_texts(writer, config, tokenizer, path, quiet)
         samples.append(_read_texts(data, skeleton, tokenizer, [merge, reader]))
-    start: LazyWeights = merge
-    way = ""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start, way = merge, ""
     if base is not None:
         compared = zip(experts, map(comparison_batch, samples[:-1]), strict=True)
         scale, share, before = choose_scale(skeleton, base, merge, list(compared), device)
@@ -175,27 +180,23 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     teachers = list(map(SampleTeacher, [*experts, start], texts, shares))
     step = STEP_OF_ADAPTERS if all(one.adapter for one in experts) else STEP
     solved: dict[str, Tensor] = {}
-    layers = calibration.layers(start, teachers)
+    layers = calibrated_layers(skeleton, start, teachers, device)
     bar = tqdm(layers, "calibrating layers", len(skeleton.model.layers), disable=quiet)
     for place, layer in enumerate(bar):  # kept on the disk, and mapped
         path = work / f"layer-{place}.safetensors"
         moved = {n: torch.lerp(start[n].float(), weight, step) for n, weight in layer.items()}
         save_tensors(path, {n: one.to(merge.stored[n].dtype) for n, one in moved.items()})
-        solved |= load_file(path)
-    weights = LazyWeights(start, lambda name: solved[name] if name in solved else start[name])
-    _write_result(merge, weights, work / "result")
+        solved |= map_file(path)
+    shards = weight_files(Path(merge.folder))
+    # The manifest of `mergekit-ace merge` could not resume this.
+    left = shutil.ignore_patterns(MANIFEST_FILE, *(shard.name for shard in shards))
+    shutil.copytree(merge.folder, work / "result", ignore=left)
+    weights = ChainMap(solved, start)
+    for shard in shards:
+        tensors = {name: weights[name].to(one.dtype) for name, one in map_file(shard).items()}
+        save_tensors(work / "result" / shard.name, tensors, {"format": "pt"})
     with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
         card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
-
-
-def _write_result(merge: _Model, weights: Mapping[str, Tensor], result: Path) -> None:
-    """Write the files of a merge with other weights."""
-    # The manifest of `mergekit-ace merge` could not resume this.
-    left = {MANIFEST_FILE, *(shard.name for shard in merge.shards)}
-    shutil.copytree(merge.folder, result, ignore=lambda _, names: left & set(names))
-    for shard in merge.shards:
-        tensors = {name: weights[name].to(one.dtype) for name, one in load_file(shard).items()}
-        save_tensors(result / shard.name, tensors, {"format": "pt"})
 
 
 def _check_weights(model: _Model, skeleton: Any) -> None:

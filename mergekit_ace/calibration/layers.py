@@ -7,7 +7,7 @@ Teachers and the merge read the same samples, each in a stream of its own: see t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -17,20 +17,16 @@ import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.tasks import Batch, CausalLanguageModel, batches_by_length
 
 KIND = CausalLanguageModel()
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 RIDGE = 1.0  # λ of the linear layers
-# Layers that work as `decoder_steps` has it.
-KNOWN_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+# Models whose layers work as `decoder_steps` has it.
+KNOWN_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # Linear layers with the same input, in the order of the forward pass.
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -135,25 +131,8 @@ def _log_probabilities(model: Any, weights: Weights, batch: Batch, device: torch
     return logits.log_softmax(dim=-1)
 
 
-def minimisers(starts: Iterable[Tensor], gram: Tensor, crosses: Iterable[Tensor]) -> list[Tensor]:
-    """Return W = W_m + (Σ_t w_t Y_tᵀX_t / n_t − W_m C) (C + λ s̄ I)⁻¹ of linear layers; float64.
-
-    Args:
-        starts, crosses: W_m and Σ_t w_t Y_tᵀX_t / n_t, (o, i), of each layer with the same inputs.
-        gram: C = Σ_t w_t X_tᵀX_t / n_t, (i, i), float64; s̄ is its mean eigenvalue.
-    """
-    ridged = gram.clone()
-    # Inputs that are all zero leave nothing to invert; any positive number then keeps the start.
-    ridged.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(1e-30))
-    factor = torch.linalg.cholesky(ridged)
-    pairs = ((start.double(), cross) for start, cross in zip(starts, crosses, strict=True))
-    return [
-        start + torch.cholesky_solve((cross - start @ gram).mT, factor).mT for start, cross in pairs
-    ]
-
-
 def decoder_steps(layer: Any, hidden: Tensor, rotary: Rotary) -> Iterator[Step]:
-    """Run one of `KNOWN_LAYERS` on its input, (n, length, features).
+    """Run a layer of one of `KNOWN_MODELS` on its input, (n, length, features).
 
     Stops before each of `GROUPS`, whose weights may be replaced meanwhile. The last step is the
     output of the layer, twice.
@@ -175,18 +154,9 @@ def decoder_steps(layer: Any, hidden: Tensor, rotary: Rotary) -> Iterator[Step]:
     yield hidden, hidden
 
 
-@dataclass(frozen=True)
-class SampleTeacher:
-    """A model that says what the merge should do on some samples."""
-
-    weights: Weights
-    texts: Sequence[Tensor]  # tokens, (length,)
-    weight: float  # w_t, > 0
-
-
 @dataclass
 class _Streams:
-    """The residual streams of the merge and of a teacher on some texts, (n, length, features)."""
+    """Some texts of a teacher, and what it and the merge make of them, (n, length, features)."""
 
     tokens: Tensor  # (n, length): where there is no padding
     rotary: Rotary
@@ -194,103 +164,107 @@ class _Streams:
     own: Tensor
 
 
-class Calibration:
-    """The way from a merge to what its teachers do, with one decoder layer in memory at a time.
+class SampleTeacher:
+    """A model that says what the merge should do on some texts; both read them side by side."""
 
-    Of `model`, the architecture, no weights are looked at. A `ConfigError` says that its layers
-    are not `KNOWN_LAYERS`.
+    layer: Any  # of the teacher, that both have come to
+    _steps: list[tuple[Iterator[Step], Iterator[Step]]]
+
+    def __init__(self, weights: Weights, texts: Sequence[Tensor], weight: float):
+        """Take the tokens of texts, (length,) each, and w_t > 0."""
+        self.weights, self.texts, self.weight = weights, texts, weight
+        self.batches: list[_Streams] = []
+
+    def begin(self, model: Any, merged: Weights, device: torch.device) -> None:
+        """Look up all tokens in the tables of both models."""
+        turn = copy.deepcopy(model.model.rotary_emb).to(device)
+        tables = merged[TABLE], self.weights[TABLE]
+        for places in batches_by_length([*map(len, self.texts)], device):
+            # Padded at the end, where causal attention does not see it.
+            batch = KIND.collate([{"input_ids": self.texts[place]} for place in places])
+            ids, tokens = batch["input_ids"], batch["attention_mask"].bool().to(device)
+            rows = [table[ids].float().to(device) for table in tables]
+            rotary = turn(rows[0], torch.arange(ids.shape[1], device=device)[None])
+            self.batches.append(_Streams(tokens, rotary, *rows))
+
+    def enter(self, merge: nn.Module, own: nn.Module) -> None:
+        """Come to a decoder layer of both models."""
+        self.layer = own
+        ours = [decoder_steps(merge, one.merged, one.rotary) for one in self.batches]
+        theirs = [decoder_steps(own, one.own, one.rotary) for one in self.batches]
+        self._steps = list(zip(ours, theirs, strict=True))
+
+    def step(self) -> list[tuple[Step, Step]]:
+        """Return the next steps of the merge and of the teacher, by batch; on a GPU by bfloat16."""
+        kind = self.batches[0].merged.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+            return [(next(ours), next(theirs)) for ours, theirs in self._steps]
+
+    def leave(self) -> None:
+        """Take what the layers return for the streams."""
+        for batch, (ours, theirs) in zip(self.batches, self.step(), strict=True):
+            batch.merged, batch.own = ours[0], theirs[0]
+
+
+@torch.no_grad()
+def calibrated_layers(
+    model: Any, start: Weights, teachers: Sequence[SampleTeacher], device: torch.device
+) -> Iterator[Weights]:
+    """Calibrate one decoder layer of a merge after the other; yield new weights, in float32.
+
+    Of `model`, the architecture, no weights are looked at. One layer is in memory at a time.
     """
-
-    def __init__(self, model: Any, device: torch.device):
-        self.model, self.device = model, device
-        layers = getattr(getattr(model, "model", None), "layers", [None])
-        if any(type(layer) not in KNOWN_LAYERS for layer in layers):
-            raise ConfigError(
-                f"{type(model).__name__} cannot be calibrated, as its decoder layers are not those "
-                "of Llama, Mistral, Qwen2 or Qwen3"
-            )
-        model.set_attn_implementation("sdpa")  # which is causal without a mask
-        self._rotary = copy.deepcopy(model.model.rotary_emb).to(device)
-
-    @torch.no_grad()
-    def layers(self, start: Weights, teachers: Sequence[SampleTeacher]) -> Iterator[Weights]:
-        """Calibrate one decoder layer of a merge after the other; yield new weights, in float32."""
-        streams = self._embed(start, teachers)
-        for place in range(len(self.model.model.layers)):
-            merge = self._load(place, start)
-            experts = [self._load(place, teacher.weights) for teacher in teachers]
-            pairs = zip(experts, streams, strict=True)
-            runs = [self._run(merge, expert, own) for expert, own in pairs]
-            for group in GROUPS:
-                self._solve(group, merge, experts, teachers, streams, runs)
-            for own, run in zip(streams, runs, strict=True):
-                for one, (ours, theirs) in zip(own, next(run), strict=True):
-                    one.merged, one.own = ours[0], theirs[0]
-            names = [f"{name}.weight" for group in GROUPS for name in group]
-            yield {f"model.layers.{place}.{n}": merge.get_parameter(n).cpu() for n in names}
-
-    def _run(
-        self, merge: nn.Module, expert: nn.Module, batches: Sequence[_Streams]
-    ) -> Iterator[list[tuple[Step, Step]]]:
-        """Yield the steps of the merge and of a teacher on all batches; on a GPU by bfloat16."""
-        ours = [decoder_steps(merge, one.merged, one.rotary) for one in batches]
-        theirs = [decoder_steps(expert, one.own, one.rotary) for one in batches]
-        kind = self.device.type
-        for _ in range(len(GROUPS) + 1):
-            with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
-                steps = [(next(one), next(other)) for one, other in zip(ours, theirs, strict=True)]
-            yield steps
-
-    def _embed(self, start: Weights, teachers: Sequence[SampleTeacher]) -> list[list[_Streams]]:
-        merged, streams = start[TABLE], []
+    model.set_attn_implementation("sdpa")  # which is causal without a mask
+    for teacher in teachers:
+        teacher.begin(model, start, device)
+    for place in range(len(model.model.layers)):
+        merge = _load_layer(model, place, start, device)
         for teacher in teachers:
-            own, found = teacher.weights[TABLE], []
-            for places in batches_by_length([*map(len, teacher.texts)], self.device):
-                # Padded at the end, where causal attention does not see it.
-                batch = KIND.collate([{"input_ids": teacher.texts[place]} for place in places])
-                ids, used = batch["input_ids"], batch["attention_mask"].bool().to(self.device)
-                rows = [table[ids].float().to(self.device) for table in (merged, own)]
-                rotary = self._rotary(rows[0], torch.arange(ids.shape[1], device=self.device)[None])
-                found.append(_Streams(used, rotary, *rows))
-            streams.append(found)
-        return streams
+            teacher.enter(merge, _load_layer(model, place, teacher.weights, device))
+        for group in GROUPS:
+            _solve(group, merge, teachers)
+        for teacher in teachers:
+            teacher.leave()
+        names = [f"{name}.weight" for group in GROUPS for name in group]
+        yield {f"model.layers.{place}.{n}": merge.get_parameter(n).cpu() for n in names}
 
-    def _load(self, place: int, weights: Weights) -> nn.Module:
-        """Return a decoder layer of a model, in float32."""
-        skeleton = self.model.model.layers[place]
-        layer = copy.deepcopy(skeleton).to_empty(device=self.device).float().eval()
-        prefix = f"model.layers.{place}."
-        layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
-        return layer
 
-    def _solve(
-        self,
-        group: tuple[str, ...],
-        merge: nn.Module,
-        experts: Sequence[nn.Module],
-        teachers: Sequence[SampleTeacher],
-        streams: Sequence[Sequence[_Streams]],
-        runs: Sequence[Iterator[list[tuple[Step, Step]]]],
-    ) -> None:
-        """Replace the weights of a group in the merge's layer, given the same of every teacher."""
-        linears: list[Any] = [merge.get_submodule(name) for name in group]
-        writes, bias = group[0] in WRITERS, linears[0].bias
-        gram: Any = 0.0
-        crosses: list[Any] = [0.0] * len(group)
-        for expert, teacher, own, run in zip(experts, teachers, streams, runs, strict=True):
-            rows = [
-                (ours[0][one.tokens], theirs[0][one.tokens], (theirs[1] - ours[1])[one.tokens])
-                for one, (ours, theirs) in zip(own, next(run), strict=True)
-            ]
-            inputs, outer, back = (torch.cat(part).float() for part in zip(*rows, strict=True))
-            if writes:
-                outer = expert.get_submodule(group[0])(outer) + back - (0 if bias is None else bias)
-            share = teacher.weight / len(inputs)
-            gram = gram + share * (inputs.mT @ inputs).double()
-            product = share * (outer.mT @ inputs).double()
-            for n, name in enumerate(group):  # Y_t = X W_tᵀ; biases stay those of the merge
-                weight = expert.get_parameter(f"{name}.weight").double()
-                crosses[n] = crosses[n] + (product if writes else weight @ product)
-        solved = minimisers([linear.weight for linear in linears], gram, crosses)
-        for linear, weight in zip(linears, solved, strict=True):
-            linear.weight.copy_(weight)
+def _load_layer(model: Any, place: int, weights: Weights, device: torch.device) -> nn.Module:
+    """Return a decoder layer with weights, in float32."""
+    layer = copy.deepcopy(model.model.layers[place]).to_empty(device=device).float().eval()
+    prefix = f"model.layers.{place}."
+    layer.load_state_dict({name: weights[prefix + name] for name in layer.state_dict()})
+    return layer
+
+
+def _solve(group: tuple[str, ...], merge: nn.Module, teachers: Sequence[SampleTeacher]) -> None:
+    """Replace W_m of a group in the merge's layer by W_m + (K − W_m C) (C + λ s̄ I)⁻¹.
+
+    C = Σ_t w_t X_tᵀX_t / n_t, (i, i), has the mean eigenvalue s̄, and K = Σ_t w_t Y_tᵀX_t / n_t,
+    (o, i), is that of each linear layer; both in float64.
+    """
+    linears: list[Any] = [merge.get_submodule(name) for name in group]
+    writes, bias = group[0] in WRITERS, linears[0].bias
+    gram: Any = 0.0
+    crosses: list[Any] = [0.0] * len(group)
+    for teacher in teachers:
+        rows = [
+            (ours[0][one.tokens], theirs[0][one.tokens], (theirs[1] - ours[1])[one.tokens])
+            for one, (ours, theirs) in zip(teacher.batches, teacher.step(), strict=True)
+        ]
+        inputs, outer, back = (torch.cat(part).float() for part in zip(*rows, strict=True))
+        own = [teacher.layer.get_submodule(name) for name in group]
+        if writes:
+            outer = own[0](outer) + back - (0 if bias is None else bias)
+        share = teacher.weight / len(inputs)
+        gram = gram + share * (inputs.mT @ inputs).double()
+        product = share * (outer.mT @ inputs).double()
+        for n, linear in enumerate(own):  # Y_t = X W_tᵀ; biases stay those of the merge
+            crosses[n] = crosses[n] + (product if writes else linear.weight.double() @ product)
+    ridged = gram.clone()
+    # Inputs that are all zero leave nothing to invert; any positive number then keeps the start.
+    ridged.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(1e-30))
+    factor = torch.linalg.cholesky(ridged)
+    for linear, cross in zip(linears, crosses, strict=True):
+        start = linear.weight.double()
+        linear.weight.copy_(start + torch.cholesky_solve((cross - start @ gram).mT, factor).mT)

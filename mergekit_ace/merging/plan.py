@@ -16,7 +16,13 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import show_bases, use_adapters
-from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, read_adapters
+from mergekit_ace.adapters.read import (
+    Adapter,
+    adapter_folder,
+    base_of,
+    find_changes,
+    read_adapters,
+)
 from mergekit_ace.check.check import Treatment, check_merge, plan_whole
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import Checkpoint, checkpoint_of
@@ -88,8 +94,8 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
     """Raise a `ConfigError` if an adapter changes what the files of its base do not hold."""
     base = base_of(model)
     names = LoaderCache().get(base).index.tensor_paths
-    found = [adapter.find_change(WeightInfo(name=name), base) for name in names]
-    held = {change.name for change in found if change is not None}
+    found = [find_changes({model: WeightInfo(name=name)}, {model: adapter}) for name in names]
+    held = {changes[model].name for changes in found if changes}
     homeless = [name for name in adapter.changes if name not in held]
     if homeless:
         raise ConfigError(

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import tiny_llama
-from mergekit.common import ModelReference
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -27,8 +26,6 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from mergekit_ace.adapters.read import Adapter
-
 SMALL = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -38,15 +35,6 @@ SMALL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 32,
 }
-
-
-class Convolutions(nn.Module):
-    """A convolution and a matrix, neither of which a language model has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Conv1d(4, 5, 3)
-        self.head = nn.Linear(5, 7)
 
 
 class Nested(nn.Module):
@@ -61,6 +49,7 @@ class Nested(nn.Module):
         self.block.attn = nn.Module()
         self.block.attn.proj = nn.Linear(6, 6)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
+        self.line = nn.Conv1d(4, 5, 3)  # which no language model has
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x)
@@ -71,18 +60,13 @@ def tied_llama() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=False)
-    )
+    shape = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=False))
 
 
 def opt() -> nn.Module:
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
-            word_embed_proj_dim=16, max_position_embeddings=32,
-        )
-    )  # fmt: skip
+    more = {"ffn_dim": 24, "word_embed_proj_dim": 16}
+    return OPTForCausalLM(OPTConfig(**SMALL, **more))
 
 
 def mixtral() -> nn.Module:
@@ -113,14 +97,17 @@ CASES = {
             alpha_pattern={r"^model\.layers\.0\.self_attn\.k_proj": 3, "v_proj": 11},
         ),
     ),
+    "some layers": (tiny_llama, _lora(r"model\.layers\.1\.self_attn\.q_proj|.*\.up_proj")),
     "transposed": (gpt2, _lora(["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)),
     "transposed and linear": (gpt2, _lora(["c_proj", "lm_head"])),
     "table": (tiny_llama, _lora(["embed_tokens", "lm_head", "q_proj"], use_rslora=True)),
     "experts": (mixtral, _lora(["q_proj"], target_parameters=EXPERTS)),
+    "some experts": (mixtral, _lora(target_parameters=["layers.1.mlp.experts.down_proj"])),
     "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
     "saved and no longer tied": (tied_llama, _lora(["q_proj"], modules_to_save=["lm_head"])),
+    "inferred": (opt, _lora(["q_proj", "fc1"])),
     "endings of names": (
         Nested,
         _lora(
@@ -141,15 +128,10 @@ class Trained:
     folder: Path
     merged: dict[str, Tensor]
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self.base.state_dict())
-
     def network(self) -> nn.Module:
         return copy.deepcopy(self.base).to("meta")
 
 
-@torch.no_grad()
 def trained(case: str, folder: Path, seed: int = 0) -> Trained:
     """Make a model and a random adapter of it, save the adapter, and merge it by PEFT."""
     build, options = CASES[case]
@@ -171,27 +153,6 @@ def train_by_chance(build, folder: Path, seed: int = 0, **options) -> Trained:
         model.save_pretrained(folder)
         merged = dict(model.merge_and_unload().state_dict())
     return Trained(base, folder, merged)
-
-
-def merged_by_peft(base: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a base with an adapter, which PEFT has to load without a complaint."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for harmless in ("fan_in_fan_out", "tie_word", "is_gradient_checkpointing"):
-            warnings.filterwarnings("ignore", f".*{harmless}")
-        model = PeftModel.from_pretrained(copy.deepcopy(base), folder)
-    return dict(model.merge_and_unload().state_dict())
-
-
-def changed(adapter: Adapter, weights: dict) -> dict:
-    """Weights with an adapter's changes, in float64."""
-    after = {name: tensor.double() for name, tensor in weights.items()}
-    return after | {name: one.apply(after[name]) for name, one in adapter.changes.items()}
-
-
-def largest_difference(one: dict, other: dict) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def compare_changes(got: dict, expected: dict, origin: dict, bar: float = 5e-5) -> None:
@@ -241,17 +202,3 @@ def config_of(paths: list[str], method: str, **parameters) -> dict:
     if method != "linear":
         config["base_model"] = paths[0]
     return {**config, "parameters": parameters} if parameters else config
-
-
-def of_full_models(config: dict, cache: Path) -> dict:
-    """The config with adapters merged into full models, in float32.
-
-    What `side: auto` means for adapters has to be said of full models.
-    """
-    models = []
-    for one in config["models"]:
-        model = ModelReference.model_validate(one["model"])
-        models.append({**one, "model": model.merged(str(cache), False, "float32").model.path})
-    if config["merge_method"] in ("ace", "ace_relative"):
-        config = {**config, "parameters": {"side": "outputs", **config.get("parameters", {})}}
-    return {**config, "models": models}

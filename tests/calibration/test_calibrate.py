@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from mergekit_ace.calibration import calibrate as calibrate_module
-from mergekit_ace.calibration.layers import Calibration, SampleTeacher
+from mergekit_ace.calibration.layers import SampleTeacher, calibrated_layers
 from mergekit_ace.training.tasks import write_own_texts
 
 
@@ -135,7 +135,7 @@ def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
     model, start = state(LlamaForCausalLM, config["merged_model"])
     teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
     teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
-    for tensors in Calibration(model, torch.device("cpu")).layers(start, teachers):
+    for tensors in calibrated_layers(model, start, teachers, torch.device("cpu")):
         for name, tensor in tensors.items():
             halfway = (start[name] + tensor) / 2
             assert torch.allclose(found[name], halfway.bfloat16().float(), rtol=0.01, atol=1e-5)

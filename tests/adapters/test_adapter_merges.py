@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merges of adapters, as adapters and as full models, beside mergekit's merges of full models."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from checkpoints import tiny_llama
+from coefficient_files import make_file
+from commands import command
+from mergekit.common import ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from peft import PeftModel
+from peft_models import (
+    CASES,
+    LINEAR,
+    Nested,
+    compare_changes,
+    config_of,
+    mixtral,
+    save_adapters,
+    tied_llama,
+    train_by_chance,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.merging.output import Manifest
+from mergekit_ace.naming import FileError
+from mergekit_ace.report.record import read_records
+from mergekit_ace.training.models import local_folder
+
+SHARDS = ("--out-shard-size", "6K")
+load = AutoModelForCausalLM.from_pretrained
+original = ModelReference.merged
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> list[str]:
+    """A llama, and three adapters of different ranks and targets."""
+    every = {"target_modules": LINEAR, "lora_alpha": 0.3, "r": 2}
+    some = {**every, "target_modules": ["q_proj", "up_proj"], "r": 4}
+    folder = tmp_path_factory.mktemp("family")
+    return save_adapters(folder, tiny_llama, every, {**every, "r": 3}, some)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Where mergekit keeps adapters that it has merged into the base."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(kind: str, config: dict, out: Path, *flags: object, fails: bool = False) -> str:
+    """Merge by a config; what the command says."""
+    path = out.with_suffix(".yml")
+    path.write_text(yaml.safe_dump(config))
+    own = ("--no-copy-tokenizer",) if kind == "merge" else ()
+    return command(kind, path, out, *own, *flags, fails=fails)
+
+
+def full_merge(config: dict, out: Path, cache: Path) -> None:
+    """Merge by `mergekit-yaml`."""
+    options = MergeOptions(
+        lora_merge_cache=str(cache), lora_merge_dtype="float32", quiet=True, copy_tokenizer=False
+    )
+    run_merge(MergeConfiguration.model_validate(config), str(out), options)
+
+
+def _only_full(self, *arguments, **named):
+    assert self.lora is None, f"{self} was merged into its base"
+    return original(self, *arguments, **named)
+
+
+def merged(kind: str, config: dict, base: str, out: Path, *flags: object) -> dict[str, Tensor]:
+    """The weights that a command makes, of the base with the merged adapter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelReference, "merged", _only_full)
+        if kind == "merge":
+            run(kind, config, out, *flags)
+            return load(out).state_dict()
+        weights = Path(base, "model.safetensors")
+        hidden = weights.rename(f"{weights}.hidden")
+        run(kind, config, out, *flags)
+        hidden.rename(weights)
+    return PeftModel.from_pretrained(load(base), out).merge_and_unload().state_dict()
+
+
+def compare(
+    config: dict, base: str, folder: Path, cache: Path, *kinds: str, theirs: dict | None = None
+) -> None:
+    """Compare task vectors of all ways."""
+    full_merge(theirs or config, folder / "theirs", cache)
+    expected, origin = load(folder / "theirs").state_dict(), load(base).state_dict()
+    for kind in kinds or ("merge", "adapter"):
+        compare_changes(merged(kind, config, base, folder / kind), expected, origin)
+
+
+METHODS = [  # with parameters, and weights of the experts
+    ("ace", {}, [1.0, 0.5, [0.1, 2.0]]),
+    ("ace", {"spectral_refinement": "always", "adaptive_normalization": "always"}, []),
+    ("ace", {"epsilon": 1e-2, "lambda": [{"filter": "q_proj", "value": 0.3}, {"value": 1.5}]}, []),
+    ("ace", {"layout": [{"filter": "up_proj", "value": "transposed"}, {"value": "auto"}]}, []),
+    ("ace", {"layout": [{"filter": "q_proj", "value": "mean"}, {"value": "auto"}]}, []),
+    ("ace_relative", {}, []),
+    ("lines", {}, []),
+    ("cart", {"rank_fraction": 0.1}, []),
+    ("wudi", {"solver": "exact"}, []),
+    ("tsv_m", {}, []),
+    ("iso_c", {}, []),
+    ("iso_cts", {}, []),
+    ("statsmerging", {}, [0.4, [-0.5, 1.0], 0.3]),
+    ("task_arithmetic", {"weight": 0.6, "normalize": True, "lambda": 1.2}, []),
+    ("linear", {"weight": 0.3}, []),
+]
+
+
+@pytest.mark.parametrize(("method", "parameters", "weights"), METHODS)
+def test_the_same_config_gives_the_same_weights(
+    family, cache, tmp_path, method, parameters, weights
+):
+    config = config_of(family, method, **parameters)
+    for model, weight in zip(config["models"], weights, strict=False):
+        model["parameters"] = {"weight": weight}
+    compare(config, family[0], tmp_path, cache)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("linear", {"weight": 0.3, "normalize": False}),  # which scales the base
+        ("ties", {"weight": 0.5, "density": 0.4}),
+        ("slerp", {"t": 0.3}),
+    ],
+)
+def test_merges_that_are_no_adapters(family, cache, tmp_path, method, parameters):
+    paths = family[:2] if method == "slerp" else family
+    compare(config_of(paths, method, **parameters), family[0], tmp_path, cache, "merge")
+
+
+KINDS = [case for case in CASES if CASES[case][0] not in (Nested, tied_llama)]
+
+
+@pytest.mark.parametrize(
+    ("case", "method"), [*((case, "ace_relative") for case in KINDS), ("table", "ace")]
+)
+def test_every_kind_is_merged_as_full_models(tmp_path, case, method):
+    """What adapters have by their layers, `side: auto`, has to be said of full models."""
+    build, options = CASES[case]
+    paths = save_adapters(tmp_path, build, *[options] * 3)
+    config = config_of(paths, method)
+    references = [ModelReference.model_validate(one["model"]) for one in config["models"]]
+    full = [one.merged(str(tmp_path / "cache"), False, "float32") for one in references]
+    theirs = {**config, "models": [{"model": one.model.path} for one in full]}
+    theirs["parameters"] = {"side": "outputs"}
+    kinds = ("merge",) if case == "saved" else ("merge", "adapter")
+    compare(config, paths[0], tmp_path, tmp_path, *kinds, theirs=theirs)
+
+
+def test_coefficients_and_a_base_that_takes_part(family, cache, tmp_path):
+    names, models = list(load(family[0]).state_dict()), [f"{family[0]}+{p}" for p in family[1:]]
+    parameters = RelativeOptions().model_dump(mode="json")
+    path = str(tmp_path / "coefficients.safetensors")
+    make_file(names, models, basis="ace_relative", parameters=parameters).save(path)
+    compare(config_of(family, "ace_relative", coefficients=path), family[0], tmp_path, cache)
+    config = config_of(family, "linear", weight=0.3)
+    config["models"].append({"model": family[0], "parameters": {"weight": 0.5}})
+    (tmp_path / "other").mkdir()
+    compare(config, family[0], tmp_path / "other", cache)
+
+
+def test_a_merged_adapter_merges_again(family, cache, tmp_path):
+    run("adapter", config_of(family[:3], "ace"), tmp_path / "first")
+    paths = [family[0], str(tmp_path / "first"), family[3]]
+    compare(config_of(paths, "ace"), family[0], tmp_path, cache)
+
+
+def test_layers_elsewhere_and_full_models(family, cache, tmp_path):
+    """Each adapter has its own layer there, the other way round in the result."""
+    full = str(tmp_path / "full")
+    tiny_llama(seed=5).save_pretrained(full)
+    experts = [f"{family[0]}+{path}" for path in family[1:3]]
+    slices = [
+        {"sources": [{"model": model, "layer_range": [n, n + 1]} for model in models]}
+        for n, models in ((1, [family[0], *experts]), (0, [family[0], experts[1], full]))
+    ]
+    config = {"merge_method": "ace", "base_model": family[0], "slices": slices, "dtype": "float32"}
+    config["parameters"] = {"weight": 0.7}
+    compare(config, family[0], tmp_path, cache, "merge")
+
+
+def test_experts_that_the_base_stores_one_by_one(tmp_path):
+    """PEFT changes them as one tensor."""
+    paths = save_adapters(tmp_path, *CASES["experts"])
+    base = mixtral()
+    base.load_state_dict(load_file(Path(paths[0], "model.safetensors")))
+    base.save_pretrained(paths[0])
+    said = run("merge", config_of(paths, "ace_relative"), tmp_path / "ours", fails=True)
+    assert "mlp.experts.gate_up_proj" in said
+    assert "merge_and_unload" in said
+
+
+def test_the_reports_are_those_of_the_full_merge(family, cache, tmp_path):
+    """And a merge has the dtypes that are asked for."""
+    reports = {name: tmp_path / f"{name}.jsonl" for name in ("full", "adapter", "merge")}
+    configs = {n: config_of(family, "ace", report=str(path)) for n, path in reports.items()}
+    full_merge(configs["full"], tmp_path / "full", cache)
+    run("adapter", configs["adapter"], tmp_path / "adapter")
+    dtypes = {"dtype": "bfloat16", "out_dtype": "float16"}
+    run("merge", configs["merge"] | dtypes, tmp_path / "merge")
+    stored = load_file(tmp_path / "merge" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    lines = {n: {line.tensor: line for line in read_records(p)} for n, p in reports.items()}
+    full = lines["full"]
+    changed = {name for name, line in full.items() if any(line.matrices[0].tau)}
+    assert lines["adapter"].keys() == changed
+    assert lines["merge"].keys() == full.keys() == stored.keys()
+    for name in changed:
+        for found in (lines["adapter"][name], lines["merge"][name]):
+            for field in ("layout", "shape", "models"):
+                assert getattr(found, field) == getattr(full[name], field), (name, field)
+            (one,), (other,) = found.matrices, full[name].matrices
+            for field in ("rule", "heterogeneous", "normalized"):
+                assert getattr(one, field) == getattr(other, field), (name, field)
+            assert one.tau == pytest.approx(other.tau, rel=1e-4)
+
+
+def test_a_merge_that_goes_on(family, tmp_path):
+    """What is finished is kept, unless an adapter was trained further."""
+    paths = [family[0], str(tmp_path / "own"), family[2]]
+    options = {"target_modules": LINEAR, "r": 3, "lora_alpha": 1}
+    train_by_chance(tiny_llama, Path(paths[1]), 7, **options)
+    config, out = config_of(paths, "ace"), tmp_path / "out"
+    run("merge", config, out, *SHARDS)
+    whole = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    lost = sorted(whole)[1::2]
+    for name in lost:
+        (out / name).unlink()
+    said = run("merge", config, out, *SHARDS, "--resume", "--workers", 2)
+    assert f"{len(whole) - len(lost)} of {len(whole)} shards are finished and kept" in said
+    assert {path.name: path.read_bytes() for path in out.glob("*.safetensors")} == whole
+    assert Manifest.read(out).complete
+    train_by_chance(tiny_llama, Path(paths[1]), 8, **options)
+    said = run("merge", config, out, *SHARDS, "--resume", fails=True)
+    assert "own/adapter_model.safetensors" in said
+
+
+TIED = [
+    {"target_modules": ["embed_tokens", "q_proj"]},
+    {"target_modules": ["lm_head"]},
+    {"target_modules": ["lm_head", "embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+]
+
+
+@pytest.mark.parametrize("options", TIED, ids=str)
+def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
+    """The remedy of the error gives what PEFT's model answers; an adapter needs no remedy."""
+    paths = save_adapters(tmp_path, tied_llama, options)
+    said = run("merge", config_of(paths, "ace"), tmp_path / "out", fails=True)
+    assert "model.embed_tokens.weight and lm_head.weight tied, as one tensor" in said
+    # mergekit-yaml and training merge by PEFT, which unties what is saved whole
+    factors = "modules_to_save" not in options
+    checked = command("check", tmp_path / "out.yml", fails=factors)
+    assert ("tied, as one tensor" in checked) == factors
+    with pytest.raises(FileError, match="tied") if factors else nullcontext():
+        local_folder(f"{paths[0]}+{paths[1]}", tmp_path, False)
+
+    base, tokens = load(paths[0]), torch.arange(3, 15)[None]
+    untied = tiny_llama(tie_word_embeddings=False)
+    untied.load_state_dict(base.state_dict())
+    untied.save_pretrained(tmp_path / "untied")
+    run("merge", config_of([str(tmp_path / "untied"), paths[1]], "ace"), tmp_path / "out")
+    answers = [load(tmp_path / "out")(tokens).logits]
+    if factors:
+        run("adapter", config_of(paths, "ace"), tmp_path / "adapter")
+        answers.append(PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits)
+    expected = PeftModel.from_pretrained(load(paths[0]), paths[1])(tokens).logits
+    for logits in answers:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
