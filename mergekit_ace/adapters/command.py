@@ -235,11 +235,10 @@ def _merge_tensors(
         work = partial(merge_changes, planned, changes, rank=result.r)
         delta, cut = first_that_fits(device, work, planned.method.spec.name, planned.name)
         lost += cut
-        if delta is None or delta.energy == 0:
-            merged |= {name: torch.zeros(shapes[name], dtype=dtype) for name in place.tensors}
-            continue
-        kept += delta.energy
-        factors = place.to_peft(delta.padded(place.rank))
+        factors: Sequence[Tensor] = [torch.zeros(shapes[name]) for name in place.tensors]
+        if delta is not None:
+            kept += delta.energy
+            factors = place.to_peft(delta.padded(place.rank))
         for name, factor in zip(place.tensors, factors, strict=True):
             merged[name] = factor.to("cpu", dtype).contiguous()
             if not torch.isfinite(merged[name]).all():
@@ -266,19 +265,17 @@ def write_adapter(folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor
 
 def _copy_tokenizer(out: Path, adapters: Iterable[Adapter]) -> None:
     """Copy the tokenizer of the first adapter that carries one; that of an earlier result goes."""
-    for name in TOKENIZER_FILES:
-        (out / name).unlink(missing_ok=True)
     folders = [one.file.parent for one in adapters]
     donor = next((folder for folder in folders if (folder / TOKENIZER_CONFIG).is_file()), None)
     for name in TOKENIZER_FILES:
+        (out / name).unlink(missing_ok=True)
         if donor and (donor / name).is_file():
             shutil.copyfile(donor / name, out / name)
 
 
 def _card_text(name: str, plan: PlannedMerge, adapters: Sequence[Adapter], what: str) -> str:
     """Return the model card; `what` tells modules and ranks."""
-    method, (one, *_) = plan.method, plan.config.referenced_models()
-    base = one.model.path  # that all adapters are of
+    method, base = plan.method, plan.config.referenced_models()[0].model.path  # of all the same
     tags = ["mergekit", "mergekit-ace", "merge", "lora", "peft"]
     head = yaml.safe_dump({"base_model": base, "library_name": "peft", "tags": tags})
     versions = package_versions(*REPORTED_PACKAGES, "peft")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, cast
@@ -167,12 +166,10 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         compared = zip(experts, map(comparison_batch, samples[:-1]), strict=True)
         scale, share, before = choose_scale(skeleton, base, merge, list(compared), device)
         start = scaled_weights(base, merge, scale)
-        way = f"On its texts, the merge goes {before:.2f} of the way from the base to an expert. "
-        if scale != 1:
-            way += (
-                f"Its change of the base was first multiplied by {scale:g}; it then goes "
-                f"{share:.2f} of the way. "
-            )
+        way = (
+            f"On its texts, the merge goes {before:.2f} of the way from the base to an expert, and "
+            f"{share:.2f} with its change of the base multiplied by {scale:g}, as it was first. "
+        )
         if not quiet:
             click.echo(way)
     shares = [*[1 / len(experts)] * len(experts), 1.0]
@@ -191,9 +188,11 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     # The manifest of `mergekit-ace merge` could not resume this.
     left = shutil.ignore_patterns(MANIFEST_FILE, *(shard.name for shard in shards))
     shutil.copytree(merge.folder, work / "result", ignore=left)
-    weights = ChainMap(solved, start)
     for shard in shards:
-        tensors = {name: weights[name].to(one.dtype) for name, one in map_file(shard).items()}
+        tensors = {
+            name: (solved if name in solved else start)[name].to(stored.dtype)
+            for name, stored in map_file(shard).items()
+        }
         save_tensors(work / "result" / shard.name, tensors, {"format": "pt"})
     with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
         card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
@@ -235,6 +234,9 @@ def _read_texts(
     rows = cast(Any, read_rows(data, SEED))
     encoded = (KIND.encode(row, data, tokenizer) for row in rows)
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
+    for sample in samples:
+        if not sample["supervised"].any():  # a prompt without an answer counts as a whole
+            sample["supervised"] = ~sample["supervised"]
     if not samples:
         raise ConfigError(f"data {data.path} has no text of two tokens or more")
     for reader in readers:
@@ -243,14 +245,9 @@ def _read_texts(
 
 
 def comparison_batch(samples: Sequence[Example]) -> Batch:
-    """Return samples of medium length of an expert; those without an answer count as a whole."""
-    middle = len(samples) // 2
-    count = max(1, COMPARED // len(samples[middle]["input_ids"]))
-    chosen = samples[middle : middle + count]
-    marks = [s["supervised"] if s["supervised"].any() else s["supervised"] | True for s in chosen]
-    return KIND.collate(
-        [{**one, "supervised": mark} for one, mark in zip(chosen, marks, strict=True)]
-    )
+    """Return samples of medium length, of all by their lengths."""
+    medium = samples[len(samples) // 2 :]
+    return KIND.collate(medium[: max(1, COMPARED // len(medium[0]["input_ids"]))])
 
 
 def _card_section(
@@ -260,15 +257,14 @@ def _card_section(
     rows = ["| texts of | sequences | tokens | from |", "|---|---|---|---|"]
     for (name, data), teacher in zip(config.sources, teachers, strict=True):
         whose = "what should stay" if teacher is teachers[-1] else f"`{PurePath(name).name}`"
-        tokens = sum(map(len, teacher.texts))
-        writer = "data" if data is not None else "a model, which wrote them itself"
-        rows.append(f"| {whose} | {len(teacher.texts)} | {tokens} | {writer} |")
+        counts = f"{len(teacher.texts)} | {sum(map(len, teacher.texts))}"
+        writer = "a model, which wrote them itself" if data is None else "data"
+        rows.append(f"| {whose} | {counts} | {writer} |")
     (version,) = package_versions("mergekit-ace").values()
     return (
-        f"## Calibration\n\nThe merge was then calibrated by `mergekit-ace calibrate` (version "
-        f"{version}): every linear of attention and MLP was solved anew, so that it does on some "
-        "texts of each expert what the expert does, and on others what it did before. All other "
-        f"tensors are those of the merge. {way}The ridge was {RIDGE:g}, in mean eigenvalues of "
-        f"the inputs' covariance, and the weights went {'all' if step == 1 else f'{step:g}'} of "
-        "the way from the merge to the solution.\n\n" + "\n".join(rows)
-    )
+        f"## Calibration\n\n`mergekit-ace calibrate` (version {version}) then solved every linear "
+        "layer of attention and MLP anew, so that it does on some texts of each expert what the "
+        f"expert does, and on others what it did before. {way}The ridge was {RIDGE:g}, in mean "
+        "eigenvalues of the inputs' covariance, and the weights went "
+        f"{'all' if step == 1 else f'{step:g}'} of the way from the merge to the solution.\n\n"
+    ) + "\n".join(rows)

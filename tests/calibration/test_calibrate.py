@@ -105,12 +105,14 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     for name, tensor in far.state_dict().items():
         tensor += 2.5 * sum(expert.state_dict()[name] - before[name] for expert in experts)
     config = {**config, "merged_model": save(far, tmp_path / "far")}
+    for one in config["models"]:  # without an answer, it counts as a whole
+        one["data"] = {"path": one["data"]["path"], "prompt": "text"}
     out, card = calibrated({**config, "base_model": str(tmp_path / "base")}, tmp_path / "out")
     name = "model.norm.weight"
     went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
     scale = float(went.mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
-    assert f"Its change of the base was first multiplied by {scale:.2g}; it then goes " in card
+    assert f"with its change of the base multiplied by {scale:.2g}, as it was first. " in card
     refused({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2", "none")
 
 
@@ -120,7 +122,8 @@ def test_a_lambda_of_one_multiplies_nothing(config, tmp_path):
     one = config["models"][:1]
     same = {**config, "merged_model": one[0]["model"], "models": one}
     _, card = calibrated({**same, "base_model": str(tmp_path / "base")}, tmp_path / "out")
-    assert "the merge goes 1.00 of the way from the base to an expert. " in card
+    told = "goes 1.00 of the way from the base to an expert, and 1.00 with its change of the base "
+    assert f"{told}multiplied by 1, " in card
 
 
 def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):

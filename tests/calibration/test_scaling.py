@@ -92,12 +92,11 @@ def test_what_the_base_lacks_stays_as_merged():
 
 
 def test_texts_that_are_compared():
-    def sample(length: int, first: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.arange(length), "supervised": torch.arange(length) >= first}
+    def texts(length: int, count: int = 1) -> list[dict[str, Tensor]]:
+        return [{"input_ids": torch.arange(length)}] * count
 
-    long = comparison_batch([sample(400, 0)] * 64)
+    long = comparison_batch(texts(400, 64))
     assert long["input_ids"].shape == (5, 400), "2,048 tokens at most"
-    prompts = comparison_batch([sample(3000, 0), sample(7, 5), sample(4, 4)])
-    assert prompts["supervised"].sum(dim=1).tolist() == [2, 4], "a prompt counts as a whole"
-    assert prompts["attention_mask"].sum(dim=1).tolist() == [7, 4]
-    assert comparison_batch([sample(3000, 0)])["input_ids"].shape == (1, 3000)
+    mixed = comparison_batch([*texts(3000), *texts(7), *texts(4)])
+    assert mixed["attention_mask"].sum(dim=1).tolist() == [7, 4]
+    assert comparison_batch(texts(3000))["input_ids"].shape == (1, 3000)
