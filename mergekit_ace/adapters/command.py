@@ -18,7 +18,6 @@ import torch
 import yaml
 from mergekit.common import ModelPath, ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
-from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig
@@ -146,8 +145,7 @@ def _checkpoints(network: nn.Module, models: Iterable[ModelReference]) -> list[C
         name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
         for name, tensor in network.state_dict().items()
     }
-    index = ShardedTensorIndex("", True, dict.fromkeys(headers, ""), [])
-    return [Checkpoint(model, None, index, headers) for model in models]
+    return [Checkpoint(model, None, headers) for model in models]
 
 
 def _plan_tensors(

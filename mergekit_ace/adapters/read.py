@@ -166,7 +166,7 @@ def adapter_folder(reference: ModelPath) -> Path:
     folder = files.existing_folder(reference.path)
     if folder is not None:
         return folder
-    folder = Path(files.hub_file(reference, "adapter_config.json")).parent
+    folder = files.hub_file(reference, "adapter_config.json").parent
     try:
         files.hub_file(reference, "adapter_model.safetensors")
     except FileError as error:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from mergekit_ace.naming import FileError
@@ -35,9 +37,11 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
 _AGAIN = "download or save it again"
-_CONVERT = "load it by transformers or PEFT and save it again by save_pretrained, in safetensors"
+_CONVERT = (
+    "a .bin is a pickle, which may hold code; load it by transformers or PEFT and save it again by "
+    "save_pretrained, in safetensors"
+)
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
-_WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml", b"<head", b"<body")
 
 
 @dataclass(frozen=True)
@@ -63,36 +67,22 @@ def item_size(dtype: str) -> int:
 
 
 def check_content(path: Path) -> None:
-    """Raise a `FileError` unless a file is there, and none that a failed download left."""
+    """Raise a `FileError` unless a file is there itself, and no pointer to it."""
     if not path.is_file():
         link = f": it is a link to {os.readlink(path)}" if path.is_symlink() else ""
-        raise FileError(f"{path} is missing{link}; download or save the checkpoint again")
+        raise FileError(f"{path} is missing{link}; {_AGAIN}")
     with open(path, "rb") as file:
-        start = file.read(200).lstrip().lower()
-    if not start:
-        raise FileError(f"{path} is empty; {_AGAIN}")
-    if start.startswith(_LFS_POINTER):
-        raise FileError(
-            f"{path} is a Git LFS pointer in the place of the file: run `git lfs pull` in "
-            f"{path.parent}"
-        )
-    if start.startswith(_WEB_PAGES):
-        raise FileError(
-            f"{path} is a web page in the place of the file: download it again, after signing in "
-            "where the model asks for that (hf download)"
-        )
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise FileError(f"{path} is a Git LFS pointer: run `git lfs pull` in {path.parent}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint."""
     check_content(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is damaged: it is not JSON ({error}); {_AGAIN}") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{path} is damaged: it holds no JSON object; {_AGAIN}")
-    return content
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FileError(f"{path} is damaged: it is no JSON object ({error}); {_AGAIN}") from error
 
 
 def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
@@ -106,7 +96,7 @@ def json_or_empty(path: str | os.PathLike | None) -> dict[str, Any]:
 def read_file_header(path: Path) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in a safetensors file."""
     if path.suffix == ".bin":
-        raise FileError(f"{path} is a pickle, which may hold code; {_CONVERT}")
+        raise FileError(f"{path} cannot be read: {_CONVERT}")
     check_content(path)
     headers = {}
     try:
@@ -125,18 +115,14 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     if main.suffix != ".json":
         return read_file_header(main)
     places = read_json(main).get("weight_map")
-    names = places.values() if isinstance(places, dict) else [None]
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise FileError(
-            f"{main} is damaged: it has no weight_map of tensors and of files beside it; {_AGAIN}"
-        )
+    if not isinstance(places, dict) or any(Path(str(n)).name != n for n in places.values()):
+        fault = "it has no weight_map of tensors and of files beside it"
+        raise FileError(f"{main} is damaged: {fault}; {_AGAIN}")
     files = {name: read_file_header(folder / name) for name in set(places.values())}
     for tensor, name in places.items():
         if tensor not in files[name]:
-            raise FileError(
-                f"{folder / name} lacks the tensor {tensor} that the index expects there; "
-                "download or save the checkpoint again"
-            )
+            fault = f"lacks the tensor {tensor} that the index expects there"
+            raise FileError(f"{folder / name} {fault}; {_AGAIN}")
     return {tensor: files[name][tensor] for tensor, name in places.items()}
 
 
@@ -145,15 +131,15 @@ def _main_file(folder: Path, names: Sequence[str]) -> Path:
     for name in names:
         if os.path.lexists(folder / name):
             return folder / name
-    found = sorted(path.name for path in folder.iterdir())
-    remedy = "download or save the checkpoint again, in safetensors"
-    if "adapter_config.json" in found and names == INDEX_FILES:
+    present = sorted(path.name for path in folder.iterdir())
+    remedy = f"{_AGAIN}, in safetensors"
+    if "adapter_config.json" in present and names == INDEX_FILES:
         remedy = f"it is an adapter; write BASE+{folder}, with the model it was trained on"
-    elif any(name.endswith(".bin") for name in found):
-        remedy = f"a .bin is a pickle, which may hold code; {_CONVERT}"
+    elif any(name.endswith(".bin") for name in present):
+        remedy = _CONVERT
     raise FileError(
         f"{folder} holds no weights, no {' or '.join(reversed(names))} "
-        f"(but: {', '.join(found[:5]) or 'nothing'}); {remedy}"
+        f"(but: {', '.join(present[:5]) or 'nothing'}); {remedy}"
     )
 
 
@@ -170,7 +156,7 @@ def check_model_folder(folder: Path) -> None:
         raise FileError(f"{folder} holds no tensors; {_AGAIN}")
     path = folder / "config.json"
     content = read_json(path)
-    kind = content.get("model_type")
+    kind = content.get("model_type", "")
     if "auto_map" not in content:  # else the model brings code of its own, which says what it is
         try:
             CONFIG_MAPPING[kind].from_json_file(path)  # it may hold {"__float__": "Infinity"}
@@ -193,17 +179,42 @@ def check_adapter_folder(folder: Path) -> Path:
 
 
 def existing_folder(path: str) -> Path | None:
-    """Return the folder that a config names; None for what can only be a name on the Hub."""
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    local = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
-    if local or os.path.lexists(folder):
-        where = "" if folder.is_absolute() else f" in {Path.cwd()}"
+    """Return the folder that a config names; None for what can be a name on the Hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
         raise FileError(
-            f"there is no folder {path}{where}; correct the name, or the link (~ is not expanded)"
-        )
+            f"there is no folder {path} in {Path.cwd()}; correct the name (~ is not expanded)"
+        ) from error
     return None
+
+
+def hub_file(part: ModelPath, name: str, *, cached: bool = False, **options: Any) -> Path:
+    """Return where a file of a model on the Hub is, once it is downloaded.
+
+    Args:
+        cached: whether one in the cache will do, though the Hub may have a newer one.
+        options: of `hf_hub_download`.
+    """
+    place, revision = (part.path, name), part.revision
+    try:
+        known = huggingface_hub.try_to_load_from_cache(*place, revision=revision)
+        if cached and isinstance(known, str):
+            return Path(known)
+        return Path(huggingface_hub.hf_hub_download(*place, revision=revision, **options))
+    except Exception as error:  # of many kinds: no such model, no access, no network
+        raise unreachable(part, error) from error
+
+
+def unreachable(part: ModelPath, error: Exception) -> FileError:
+    """Return an error that says that a model is neither here nor on the Hub."""
+    why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+    return FileError(
+        f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be read "
+        f"({why}); correct the name, or download the model first"
+    )
 
 
 def check_reference(model: ModelReference) -> None:
@@ -221,31 +232,10 @@ def check_reference(model: ModelReference) -> None:
         check_adapter_folder(folder)
 
 
-def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> str:
-    """Return where a file of a model on the Hub is, once it is downloaded.
-
-    Args:
-        cached: whether one in the cache will do, though the Hub may have a newer one.
-    """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    try:
-        known = try_to_load_from_cache(part.path, name, revision=part.revision)
-        if cached and isinstance(known, str):
-            return known
-        return hf_hub_download(part.path, name, revision=part.revision)
-    except Exception as error:  # of many kinds: no such model, no access, no network
-        raise FileError(
-            f"{part.path} is no folder in {Path.cwd()}, and no model of the Hub that can be read "
-            f"({type(error).__name__}); correct the name, or download the model first"
-        ) from error
-
-
 def check_references(models: Sequence[ModelReference]) -> None:
     """Raise a `FileError` for the first that is damaged, or neither here nor on the Hub."""
     for model in models:
         check_reference(model)
-    for model in models:
         for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
             if part is not None and not Path(part.path).is_dir():
                 hub_file(part, name, cached=True)

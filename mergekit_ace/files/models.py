@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from mergekit_ace.files.checkpoints import (
     TensorHeader,
     check_reference,
     existing_folder,
+    hub_file,
     json_or_empty,
     read_headers,
+    unreachable,
 )
 from mergekit_ace.files.quantised import find_quantisation
 from mergekit_ace.naming import FileError
@@ -59,9 +61,14 @@ class Checkpoint:
 
     model: ModelReference  # the headers of an adapter's are those of its base
     folder: Path | None  # where its files are; None on the Hub
-    index: ShardedTensorIndex
     headers: Mapping[str, TensorHeader]
     quantised: str = ""  # method of what is dequantised when read: headers are of the result
+
+    @cached_property
+    def index(self) -> ShardedTensorIndex:
+        """What mergekit's planner reads."""
+        paths = {name: header.file for name, header in self.headers.items()}
+        return ShardedTensorIndex("", True, paths, [])
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -117,31 +124,25 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
     source = model.model
     if folder := existing_folder(source.path):
         return checkpoint_of(model, folder)
+    name, revision = source.path, source.revision
     with suppress(Exception):  # a snapshot in the cache may lack files
-        known = snapshot_download(source.path, revision=source.revision, local_files_only=True)
+        known = snapshot_download(name, revision=revision, local_files_only=True)
         return checkpoint_of(model, Path(known))
     try:
-        metadata = get_safetensors_metadata(source.path, revision=source.revision)
+        metadata = get_safetensors_metadata(name, revision=revision)
     except Exception as error:
-        why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-        raise FileError(
-            f"{source.path} is no folder in {Path.cwd()}, and no model of the Hub that can be "
-            f"read by its safetensors ({why}); correct the name, or download the model first"
-        ) from error
+        raise unreachable(source, error) from error
     headers = {
         name: TensorHeader(info.dtype, tuple(info.shape), file)
         for file, content in metadata.files_metadata.items()
         for name, info in content.tensors.items()
     }
-    paths = {name: header.file for name, header in headers.items()}
-    return _dequantised(Checkpoint(model, None, ShardedTensorIndex("", True, paths, []), headers))
+    return _dequantised(Checkpoint(model, None, headers))
 
 
 def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
     """Return the headers of a model that lies in a folder."""
-    headers = read_headers(folder)
-    index = ShardedTensorIndex.from_disk(str(folder))
-    return _dequantised(Checkpoint(model, folder, index, headers))
+    return _dequantised(Checkpoint(model, folder, read_headers(folder)))
 
 
 def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -149,9 +150,8 @@ def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
     found = find_quantisation(checkpoint.config, checkpoint.headers)
     if found is None:
         return checkpoint
-    index = replace(checkpoint.index, tensor_paths=found.readable(checkpoint.index.tensor_paths))
     headers = found.headers(checkpoint.headers)
-    return replace(checkpoint, index=index, headers=headers, quantised=found.method)
+    return replace(checkpoint, headers=headers, quantised=found.method)
 
 
 @contextmanager
@@ -197,57 +197,61 @@ def find_model_file(
     for folder in (Path(model.path).expanduser(), beside / model.path):
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model.path, name, revision=model.revision, cache_dir=cache))
-    except Exception:  # no such file or model, or no connection
-        return None
+    with suppress(FileError):
+        return hub_file(model, name, cache_dir=cache)
+    return None
 
 
 def add_model_files(
     config: MergeConfiguration, folder: Path, *, beside: Path = Path(), cache: str | None = None
 ) -> dict[str, ModelReference]:
-    """Copy what a result lacks from the models that it has its config and tokenizer of.
+    """Copy what a result lacks of its models' files; return whose files were added, by name.
 
-    The generation config names end tokens by their numbers, so it comes from the same model as the
-    tokenizer. Code of a local model is copied, not run. Nothing that is there is touched.
-    The models are returned by the names of the files that were added.
+    Code is copied, not run. Nothing that is there is touched.
     """
-    speaker, donor = tokenizer_donor(config), config_donor(config)
-    expected = {GENERATION: speaker, **dict.fromkeys(_PROCESSORS, donor)}
-    settings = find_model_file(donor.model, "config.json", beside=beside)
-    code = json_or_empty(settings).get("auto_map")
-    if settings and code and "--" not in str(code):  # else it names the Hub's repository
-        expected |= {path.name: donor for path in settings.parent.glob("*.py")}
+    find = partial(find_model_file, beside=beside, cache=cache)
+    present = {path.name for path in folder.iterdir()}
+    missing = _missing_files(config, present, find)
     settings = folder / TOKENIZER_CONFIG
     own = json_or_empty(settings).get("chat_template") or config.chat_template
-    if settings.is_file() and not own and not any((folder / name).exists() for name in _TEMPLATES):
-        expected |= dict.fromkeys(_TEMPLATES, speaker)
-    added = {}
-    for name, model in expected.items():
-        source = find_model_file(model.model, name, beside=beside, cache=cache)
-        if source is not None and not (folder / name).exists() and not _is_derived(source):
-            shutil.copyfile(source, folder / name)
-            added[name] = model
-    return added
+    if settings.is_file() and not own and present.isdisjoint(_TEMPLATES):
+        speaker = tokenizer_donor(config)
+        templates = {name: find(speaker.model, name) for name in _TEMPLATES}
+        missing |= {name: (speaker, path) for name, path in templates.items() if path}
+    for name, (_, source) in missing.items():
+        shutil.copyfile(source, folder / name)
+    return {name: model for name, (model, _) in missing.items()}
 
 
 def lost_model_files(
     config: MergeConfiguration, kept: Collection[str]
 ) -> dict[str, ModelReference]:
     """Return what `mergekit-yaml` would leave out, but for `kept`: models by names of files."""
-    base, speaker = config_donor(config), tokenizer_donor(config)
-    has_tokenizer = find_model_file(base.model, TOKENIZER_CONFIG)
-    loaded = any(find_model_file(base.model, f"tokenizer.{end}") for end in ("json", "model"))
+    base = config_donor(config).model
+    loaded = any(find_model_file(base, f"tokenizer.{end}") for end in ("json", "model"))
     built = config.tokenizer or config.tokenizer_source or config.chat_template
-    if has_tokenizer and loaded and not built:
+    if loaded and not built and find_model_file(base, TOKENIZER_CONFIG):
         kept = {*kept, *_COPIED}
-    lost = {name: base for name in _PROCESSORS if find_model_file(base.model, name)}
-    generation = find_model_file(speaker.model, GENERATION)
-    if generation and has_tokenizer and not _is_derived(generation):
-        lost[GENERATION] = speaker
-    return {name: model for name, model in lost.items() if name not in kept}
+    missing = _missing_files(config, kept, find_model_file)
+    return {name: model for name, (model, _) in missing.items()}
+
+
+def _missing_files(
+    config: MergeConfiguration, present: Collection[str], find: Callable[..., Path | None]
+) -> dict[str, tuple[ModelReference, Path]]:
+    """Return what a result lacks of the models that it has its config and tokenizer of.
+
+    The generation config names end tokens by their numbers, so it comes from the same model as the
+    tokenizer.
+    """
+    donor = config_donor(config)
+    expected = {GENERATION: tokenizer_donor(config), **dict.fromkeys(_PROCESSORS, donor)}
+    settings = find(donor.model, "config.json")
+    code = json_or_empty(settings).get("auto_map")
+    if settings and code and "--" not in str(code):  # else it names the Hub's repository
+        expected |= {path.name: donor for path in settings.parent.glob("*.py")}
+    found = {n: (m, find(m.model, n)) for n, m in expected.items() if n not in present}
+    return {n: (m, path) for n, (m, path) in found.items() if path and not _is_derived(path)}
 
 
 def _is_derived(path: Path) -> bool:

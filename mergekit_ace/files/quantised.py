@@ -80,18 +80,16 @@ def find_quantisation(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Q
         return None
     method = settings.get("quant_method")
     if method == "mxfp4":
-        codes = [name for name in stored if name.endswith("_blocks")]
-        sources = {name.removesuffix("_blocks"): name for name in codes}
-        pairs = {name: (code, f"{name}_scales") for name, code in sources.items()}
+        names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+        pairs = [(name, f"{name}_blocks", f"{name}_scales") for name in names]
     elif method == "fp8" or settings.get("format") == "float-quantized":
         method = "fp8"
-        ends = [(name, end) for name in stored for end in _FP8_SCALES]
-        pairs = {name: (name, name + end) for name, end in ends if name + end in stored}
+        pairs = [(name, name, name + end) for name in stored for end in _FP8_SCALES]
     else:
         return None
+    sources = {name: (codes, scales) for name, codes, scales in pairs if scales in stored}
     block = settings.get("weight_block_size")
-    pairs = {name: pair for name, pair in pairs.items() if pair[1] in stored}
-    return Quantisation(method, tuple(block) if block else None, pairs) if pairs else None
+    return Quantisation(method, tuple(block) if block else None, sources) if sources else None
 
 
 class DequantisingLoader(LazyTensorLoader):
@@ -109,13 +107,12 @@ class DequantisingLoader(LazyTensorLoader):
         aliases: list[str] | None = None,
         raise_on_missing: bool = True,
     ) -> Tensor | None:
-        names = [key, *(aliases or ())]
-        known = next((name for name in names if name in self.quantisation.sources), None)
-        if known is None:
-            return self.stored.get_tensor(key, device, aliases, raise_on_missing)
-        codes, scales = self.quantisation.sources[known]
-        parts = (self.stored.get_tensor(name, device) for name in (codes, scales))
-        return self.quantisation.dequantise(*parts)
+        for name in (key, *(aliases or ())):
+            if name in self.quantisation.sources:
+                sources = self.quantisation.sources[name]
+                parts: Any = (self.stored.get_tensor(source, device) for source in sources)
+                return self.quantisation.dequantise(*parts)
+        return self.stored.get_tensor(key, device, aliases, raise_on_missing)
 
     def flush(self) -> None:
         self.stored.flush()
@@ -123,10 +120,10 @@ class DequantisingLoader(LazyTensorLoader):
 
 def open_quantised(models: Iterable[ModelReference]) -> None:
     """Let mergekit's cache read quantised models dequantised."""
-    loaders = LoaderCache().loaders
+    cache = LoaderCache()
     for model in models:
-        loader = LoaderCache().get(model)
+        loader = cache.get(model)
         config = json_or_empty(Path(loader.index.base_path, "config.json"))
         quantisation = find_quantisation(config, loader.index.tensor_paths)
         if quantisation and not isinstance(loader, DequantisingLoader):
-            loaders[model] = DequantisingLoader(loader, quantisation)
+            cache.loaders[model] = DequantisingLoader(loader, quantisation)

@@ -23,13 +23,21 @@ T = TypeVar("T")
 Key = tuple[str, ...]
 
 
+@contextmanager
+def _replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield where a file is written at first; what is there is removed, as it may be a link."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    partial.unlink(missing_ok=True)
+    yield partial
+    os.replace(partial, path)
+
+
 def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> None:
     """Write a text file; with `durable`, return only when the disk has it."""
-    partial = _partial(path)
-    partial.write_text(text, encoding="utf-8")
-    if durable:
-        flush_to_disk(partial)
-    os.replace(partial, path)
+    with _replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+        if durable:
+            flush_to_disk(partial)
     if durable:
         flush_to_disk(Path(path).parent)
 
@@ -38,19 +46,11 @@ def save_tensors(
     path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file; the tensors are contiguous and share no memory."""
-    partial = _partial(path)
     try:
-        save_file(dict(tensors), partial, metadata)
+        with _replacing(path) as partial:
+            save_file(dict(tensors), partial, metadata)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    os.replace(partial, path)
-
-
-def _partial(path: str | os.PathLike) -> Path:
-    """Return where a file is written at first; what is there is removed, as it may be a link."""
-    partial = Path(f"{os.fspath(path)}.partial")
-    partial.unlink(missing_ok=True)
-    return partial
 
 
 @contextmanager

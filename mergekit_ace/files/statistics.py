@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,20 +30,16 @@ INDEX_FILE = "statistics.json"
 Measure = Literal["covariances", "fisher"]
 
 
-class Expert(BaseModel):
+class Expert(BaseModel, extra="forbid"):
     """Expert as it was called at training, or when it was measured."""
-
-    model_config = ConfigDict(extra="forbid")
 
     task: str  # its name, unique in the file; the model reference unless another was given
     model: str  # mergekit's reference, as text
     revision: str | None = None  # the commit that was read from a Hub, where that is known
 
 
-class MergedTensor(BaseModel):
+class MergedTensor(BaseModel, extra="forbid"):
     """Tensor of the merge, in memory and on disk."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str  # of the parameter in memory
     # Tensors on disk that hold it; several where it is packed from them, or tied under two names.
@@ -79,10 +75,8 @@ class MeasuredTensor(MergedTensor):
     fisher: bool = False  # whether there is Fisher information, shaped as it is stored
 
 
-class StatisticsIndex(BaseModel):
+class StatisticsIndex(BaseModel, extra="forbid"):
     """Contents of `statistics.json`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     format: Literal["mergekit-ace statistics 1"] = "mergekit-ace statistics 1"
     base_model: str  # mergekit's reference, as text
@@ -106,25 +100,21 @@ class Statistics:
             self.path /= INDEX_FILE
         try:
             self.index = StatisticsIndex.model_validate_json(self.path.read_bytes())
-            self._headers = [self._read_headers(expert) for expert in self.index.experts]
         except (OSError, ValidationError) as error:
             what = "is no file of statistics" if self.path.is_file() else "is missing"
             raise FileError(
-                f"{self.path} {what}; give the statistics.json that `mergekit-ace "
-                "statistics` wrote, or run that again"
+                f"{self.path} {what}; give the statistics.json that `mergekit-ace statistics` wrote"
             ) from error
-
-    def _read_headers(self, expert: MeasuredExpert) -> dict[str, TensorHeader]:
-        headers: dict[str, TensorHeader] = {}
-        try:
-            for name in expert.files:
-                headers |= read_file_header(self.path.parent / name)
-        except FileError as error:
-            raise FileError(
-                f"the statistics of {expert.task} cannot be used: {error}; or delete it, and run "
-                "`mergekit-ace statistics` again, which measures what is missing"
-            ) from error
-        return headers
+        self._headers: list[dict[str, TensorHeader]] = []
+        for expert in self.index.experts:
+            try:
+                files = [read_file_header(self.path.parent / name) for name in expert.files]
+            except FileError as error:
+                raise FileError(
+                    f"the statistics of {expert.task} cannot be used: {error}; or delete it, and "
+                    "run `mergekit-ace statistics` again, which measures what is missing"
+                ) from error
+            self._headers.append({name: one for file in files for name, one in file.items()})
 
     @cached_property
     def tensors(self) -> Mapping[str, MeasuredTensor]:

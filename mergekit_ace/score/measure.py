@@ -34,28 +34,24 @@ MORE = 8  # tokens that an answer may be longer than the right one
 
 
 @contextmanager
-def explained_memory(model: object, config: ScoreConfig) -> Iterator[None]:
+def explained_memory(model: object) -> Iterator[None]:
     """Raise a `ConfigError` with a remedy where a GPU is full."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        advice = "" if config.dtype == "bfloat16" else "`dtype: bfloat16`, or "
-        said = f"{model} does not fit on the GPU with what it reads; give {advice}--device cpu"
-        raise ConfigError(said) from error
+        said = f"{model} does not fit on the GPU with what it reads"
+        raise ConfigError(f"{said}; give `dtype: bfloat16`, or --device cpu") from error
 
 
 def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     """Load a model, with its adapter if it has one, on the GPU where there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = local_folder(str(base_of(reference)), Path(), config.trust_remote_code)
-    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    model: Any = load_model(folder, KIND, config, dtype)
-    model = model.to(device)
-    if reference.lora is not None:
+    model: Any = load_model(folder, KIND, config, config.dtype)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if lora := reference.lora:
         from peft import PeftModel
 
-        adapter, revision = reference.lora.path, reference.lora.revision
-        model = PeftModel.from_pretrained(model, adapter, revision=revision).eval()
+        model = PeftModel.from_pretrained(model, lora.path, revision=lora.revision).eval()
     return model
 
 
@@ -79,20 +75,17 @@ def sequence_losses(
     lengths = [len(one["input_ids"]) for one in samples]
     with tqdm(desc=title, total=len(samples), unit="text", disable=quiet) as bar:
         for places in batches_by_length(lengths, model.device):
-            batch = KIND.collate([samples[place] for place in places])
-            counts = [len(samples[place]["true"]) for place in places]
-            truth = torch.cat([samples[place]["true"] for place in places]).to(model.device)
+            chosen = [samples[place] for place in places]
+            truth = torch.cat([one["true"] for one in chosen]).to(model.device)
             with torch.inference_mode():
-                given = {name: part.to(model.device) for name, part in batch.items()}
-                logits = KIND.logits(model, given)
-                parts = zip(logits.split(ROWS), truth.split(ROWS), strict=True)
+                parts = zip(KIND.answer(model, chosen).split(ROWS), truth.split(ROWS), strict=True)
                 each = [cross_entropy(part.float(), true, reduction="none") for part, true in parts]
-            sums = [float(own.double().sum()) for own in torch.cat(each).split(counts)]
-            if not all(map(math.isfinite, sums)):
-                raise ConfigError(f"{title}: the model answers NaN or Inf; its merge has failed")
-            for place, loss, count in zip(places, sums, counts, strict=True):
-                losses[place] = (loss, count)
+            sums = torch.cat(each).split([len(one["true"]) for one in chosen])
+            for place, own in zip(places, sums, strict=True):
+                losses[place] = float(own.double().sum()), len(own)
             bar.update(len(places))
+    if not all(math.isfinite(loss) for loss, _ in losses):
+        raise ConfigError(f"{title}: the model answers NaN or Inf; its merge has failed")
     return losses
 
 
@@ -134,21 +127,19 @@ class Harness:
 
     def __init__(self, tasks: Sequence[str], folder: str | None):
         """Raise a `ConfigError` where it is not installed, or has no such task."""
+        self._loaded: dict[str, Any] = {}
+        if not tasks:
+            return
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise ConfigError(
-                "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
-            ) from error
-        own = None if folder is None else os.path.expanduser(folder)
-        self._manager = TaskManager(include_path=own)
-        self._loaded: dict[str, Any] = {}
-        unknown = [task for task in tasks if not self._manager.match_tasks([task])]
-        if unknown:
-            raise ConfigError(
-                f"lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls tasks` lists "
-                "them"
-            )
+            said = "`tasks` need lm-evaluation-harness: pip install 'mergekit-ace[score]'"
+            raise ConfigError(said) from error
+        self._manager = TaskManager(include_path=folder and os.path.expanduser(folder))
+        for task in tasks:
+            if not self._manager.match_tasks([task]):
+                said = f"lm-evaluation-harness has no task {task}; `lm_eval ls tasks` lists them"
+                raise ConfigError(said)
 
     def _load(self, task: str) -> Any:
         """Return a task with its questions, read once; a group of tasks by its name."""
@@ -158,17 +149,17 @@ class Harness:
 
     def numbers(self, task: str) -> list[int]:
         """Return the numbers of the questions of a task of which more is better."""
-        found = self._load(task)
-        if not hasattr(found, "eval_docs"):
+        loaded = self._load(task)
+        if not hasattr(loaded, "eval_docs"):
             raise ConfigError(f"{task} is a group of tasks; name one of them")
-        if next(iter(found.higher_is_better().values())) is False:
+        if next(iter(loaded.higher_is_better().values())) is False:
             raise ConfigError(f"of {task} less is better, so that it cannot be an `aim`")
-        return [*range(len(list(found.eval_docs)))]
+        return [*range(len(list(loaded.eval_docs)))]
 
     def measure(
         self, model: PreTrainedModel, tokenizer: Any, task: str, limit: int | None = None,
         questions: Sequence[int] | None = None,
-    ) -> tuple[str, float, float | None]:  # fmt: skip
+    ) -> dict[str, Any]:  # fmt: skip
         """Return name, value and standard error, if known, of a task's first metric.
 
         It asks the first `limit` questions, or those with the numbers `questions`.
@@ -185,10 +176,9 @@ class Harness:
             samples=None if questions is None else {task: list(questions)},
             task_manager=self._manager,
             log_samples=False,
-        )
-        values = {key: value for key, value in results["results"][task].items() if "," in key}
-        metric = next(key for key in values if "_stderr" not in key)
+        )["results"][task]
+        metric = next(key for key in results if "," in key and "_stderr" not in key)
         name, kind = metric.split(",", 1)
-        error = values.get(f"{name}_stderr,{kind}")
+        error = results.get(f"{name}_stderr,{kind}")
         known = float(error) if isinstance(error, int | float) else None
-        return name, float(values[metric]), known
+        return {"metric": name, "value": float(results[metric]), "error": known}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and searches as tables, and as pages with pictures that open without a network."""
+"""What measurements say of merges, with errors; as tables, and as pages with pictures."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
@@ -16,9 +16,70 @@ import plotly.graph_objects as go
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import short_names
 from mergekit_ace.score.config import ScoreConfig
-from mergekit_ace.score.figures import Estimate, forgot, kept, mean, share_of_matches
 
+DRAWS = 1000  # of the bootstrap
 WHITE = "plotly_white"
+Losses = Sequence[tuple[float, int]]  # of each sequence: summed loss in nats, tokens
+
+
+class Estimate(NamedTuple):
+    """A number with its standard error, if that is known."""
+
+    value: float
+    error: float | None
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + ("" if self.error is None else f" ± {self.error:.3f}")
+
+    @property
+    def signed(self) -> str:
+        """The number with its sign."""
+        return str(self) if self.value < 0 else f"+{self}"
+
+
+def kept(base: Losses, expert: Losses, merge: Losses, *, always: bool = False) -> Estimate | None:
+    """Return (L(base) − L(merge)) / (L(base) − L(expert)) on an expert's sequences.
+
+    1 is as good as the expert, 0 as the base. None where the expert is not better than the base by
+    two standard errors, since then nothing can be kept; but a number `always` where it is known to
+    be better.
+    """
+    origin, learned, after = (np.array([loss for loss, _ in one]) for one in (base, expert, merge))
+    weights = _weights(len(origin))
+    gains = weights @ (origin - learned)
+    if not always and gains[0] <= 2 * gains[1:].std():
+        return None
+    return _estimate(weights @ (origin - after) / gains)
+
+
+def forgot(base: Losses, merge: Losses) -> Estimate:
+    """Return the rise of the loss in nats per token; positive is worse than the base."""
+    (before, tokens), (after, _) = np.array(base).T, np.array(merge).T
+    weights = _weights(len(tokens))
+    return _estimate(weights @ (after - before) / (weights @ tokens))
+
+
+def mean(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the mean of independent estimates."""
+    values, errors = np.array(estimates, dtype=float).T
+    return Estimate(float(values.mean()), float(np.linalg.norm(errors)) / len(errors))
+
+
+def share_of_matches(matches: Sequence[bool]) -> Estimate:
+    """Return the share of answers that are right."""
+    share = float(np.mean(matches))
+    return Estimate(share, float(np.sqrt(share * (1 - share) / len(matches))))
+
+
+def _weights(count: int) -> np.ndarray:
+    """Return how often each sequence counts, (1 + DRAWS, count): once each, then at random."""
+    generator = np.random.default_rng(0)
+    drawn = generator.multinomial(count, [1 / count] * count, size=DRAWS)
+    return np.concatenate([np.ones((1, count)), drawn])
+
+
+def _estimate(draws: np.ndarray) -> Estimate:
+    return Estimate(float(draws[0]), float(draws[1:].std()))
 
 
 class Scores:
@@ -30,35 +91,40 @@ class Scores:
         forgot: by merge.
         matches: share of right answers by exam and model.
         tasks: (metric, value, error) by task and model.
+        tables: answers and tasks by title and model.
     """
 
-    def __init__(self, config: ScoreConfig, measured: dict[str, Any]):
+    def __init__(self, config: ScoreConfig, measured: Mapping[str, Mapping[str, Any]]):
+        """Take what was measured by exam, or `task NAME`, and model."""
         names = short_names([expert.model for expert in config.models])
         experts = zip(names, config.models, strict=True)
         self.own = {name for name, one in experts if one.data is None and one.has_texts}
         self.own |= {"keep"} if config.keep is None else set()
-        self.models = ["base", *names, *config.merges]
+        self.order = ["base", *names, *config.merges]
+        self.kept: dict[str, dict[str, Estimate | None]] = {merge: {} for merge in config.merges}
+        self.forgot: dict[str, Estimate] = {}
         self.matches: dict[str, dict[str, Estimate]] = {}
-        self.tasks: dict[str, dict[str, Sequence[Any]]] = {}
-
-        def losses(exam: str, model: str) -> Any:
-            return measured[f"{exam} / {model}"]["losses"]
-
-        read = [name for name in names if f"{name} / base" in measured]
-        self.kept = {
-            merge: {name: kept(*(losses(name, m) for m in ("base", name, merge))) for name in read}
-            for merge in config.merges
-        }
+        self.tasks: dict[str, dict[str, tuple[Any, ...]]] = {}
+        self.tables: dict[str, dict[str, Estimate]] = {}
+        for exam, found in measured.items():
+            if exam.startswith("task "):
+                task, columns = exam.removeprefix("task "), ("metric", "value", "error")
+                own = {model: tuple(one[c] for c in columns) for model, one in found.items()}
+                title = f"{task} ({own['base'][0]})"
+                self.tasks[task] = own
+                self.tables[title] = {model: Estimate(*one[1:]) for model, one in own.items()}
+                continue
+            losses = {model: one["losses"] for model, one in found.items()}
+            for merge in config.merges:
+                if exam == "keep":
+                    self.forgot[merge] = forgot(losses["base"], losses[merge])
+                else:
+                    self.kept[merge][exam] = kept(losses["base"], losses[exam], losses[merge])
+            if "matches" in found["base"]:
+                shares = {model: share_of_matches(one["matches"]) for model, one in found.items()}
+                self.matches[exam] = self.tables[f"exact answers: {exam}"] = shares
         known = {m: [one for one in own.values() if one] for m, own in self.kept.items()}
         self.mean_kept = {merge: mean(shares) for merge, shares in known.items() if shares}
-        before = losses("keep", "base")
-        self.forgot = {merge: forgot(before, losses("keep", merge)) for merge in config.merges}
-        for key, value in measured.items():
-            exam, model = key.split(" / ", 1)
-            if exam.startswith("task "):
-                self.tasks.setdefault(exam.removeprefix("task "), {})[model] = value
-            elif "matches" in value:
-                self.matches.setdefault(exam, {})[model] = share_of_matches(value["matches"])
 
     def summary(self) -> dict[str, Any]:
         """Return the figures as JSON has them: [value, standard error]."""
@@ -68,20 +134,10 @@ class Scores:
             "texts_written_by_models": sorted(self.own),
         }  # fmt: skip
 
-    @cached_property
-    def tables(self) -> dict[str, dict[str, Estimate]]:
-        """Answers and tasks: figures of models by title."""
-        found = {f"exact answers: {exam}": own for exam, own in self.matches.items()}
-        for task, results in self.tasks.items():
-            metric = next(iter(results.values()))[0]
-            own = {model: Estimate(*result[1:]) for model, result in results.items()}
-            found[f"{task} ({metric})"] = own
-        return found
-
     def __str__(self) -> str:
         columns = list(next(iter(self.kept.values())))
-        head = [f"{name}*" if name in self.own else name for name in columns]
-        last = "forgot*" if "keep" in self.own else "forgot"
+        *head, last = (f"{name}*" if name in self.own else name for name in (*columns, "keep"))
+        last = last.replace("keep", "forgot")
         rows: list[list[Any]] = [["kept", *head, "mean", f"{last} (nats)"]]
         for merge, shares in self.kept.items():
             cells = [shares[name] or "–" for name in columns]
@@ -89,11 +145,11 @@ class Scores:
         text = aligned(rows)
         if self.own:
             text += "\n* on texts that the model wrote itself"
-        idle = {n for shares in self.kept.values() for n, one in shares.items() if one is None}
-        for name in sorted(idle):
-            text += f"\n– {name} is no better than the base on its texts: there is nothing to keep"
+        for name in columns:
+            if any(shares[name] is None for shares in self.kept.values()):
+                text += f"\n– {name} is no better than the base on its texts: nothing to keep"
         for title, found in self.tables.items():
-            lines = [[model, found[model]] for model in self.models if model in found]
+            lines = [[model, found[model]] for model in self.order if model in found]
             text += "\n\n" + aligned([[title, ""], *lines])
         return text
 
@@ -108,29 +164,24 @@ def aligned(rows: Sequence[Sequence[Any]]) -> str:
 
 def show_scores(scores: Scores, path: Path) -> None:
     """Write the page, `scores.html`."""
-    means = {merge: {"mean": one} for merge, one in scores.mean_kept.items()}
-    shares = [
-        (merge, expert, share)
-        for merge, found in scores.kept.items()
-        for expert, share in (found | means.get(merge, {})).items()
-    ]
-    others = [(m, title, one) for title, own in scores.tables.items() for m, one in own.items()]
-    figures = []
-    for title, bars in {
-        "Kept: share of the expert's gain (1: all of it)": shares,
-        "Forgot: rise of the loss in nats per token": [
-            (merge, "keep", one) for merge, one in scores.forgot.items()
-        ],
-        "Tasks and answers": others,
-    }.items():
-        rows = [[name, of, *one] for name, of, one in bars if one is not None]
-        if rows:
-            frame = pd.DataFrame(rows, columns=["model", "of", "value", "error"])
-            figure = px.bar(
-                frame, x="of", y="value", color="model", error_y="error", barmode="group",
-                title=title, template=WHITE,
-            )  # fmt: skip
-            figures.append(figure.update_traces(texttemplate="%{y:.2f}"))
+    share = "Kept: share of the expert's gain (1: all of it)"
+    rise = "Forgot: rise of the loss in nats per token"
+    bars: list[tuple[str, str, str, Estimate | None]] = []
+    for merge, shares in scores.kept.items():
+        bars += [(share, merge, expert, one) for expert, one in shares.items()]
+        bars += [(share, merge, "mean", scores.mean_kept.get(merge))]
+    bars += [(rise, merge, "keep", one) for merge, one in scores.forgot.items()]
+    for title, found in scores.tables.items():
+        bars += [("Tasks and answers", model, title, one) for model, one in found.items()]
+    rows = [(*place, *one) for *place, one in bars if one is not None]
+    frame = pd.DataFrame(rows, columns=["title", "model", "of", "value", "error"])
+    figures = [
+        px.bar(
+            part, x="of", y="value", color="model", error_y="error", barmode="group",
+            title=title, template=WHITE,
+        ).update_traces(texttemplate="%{y:.2f}")
+        for title, part in frame.groupby("title", sort=False)
+    ]  # fmt: skip
     _write_page(path, "Scores", str(scores), figures)
 
 

@@ -22,7 +22,7 @@ from mergekit_ace.merging.run import run_shards
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.naming import ConfigError, short_names
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.score.config import ScoreConfig
+from mergekit_ace.score.config import ScoreConfig, ScoredExpert
 from mergekit_ace.score.measure import (
     KIND,
     Harness,
@@ -107,22 +107,21 @@ class Scoring:
 
     Attributes:
         exams: texts of the experts, and last those of `keep`.
-        measured: losses, matches and results of tasks, by exam and model.
+        measured: losses, matches and results of tasks, by exam, or `task NAME`, and model.
     """
 
     def __init__(self, config: ScoreConfig, out: Path, *, quiet: bool):
         self.config, self.out, self.quiet = config, out, quiet
-        self.harness = Harness(config.tasks, config.task_folder) if config.tasks else None
+        self.harness = Harness(config.tasks, config.task_folder)
         self.names = short_names([expert.model for expert in config.models])
         experts = zip(self.names, config.models, strict=True)
         self.exams = [Exam(name, expert.data) for name, expert in experts if expert.has_texts]
         self.exams.append(Exam("keep", config.keep))
-        self.measured: dict[str, Any] = {}
-        self._known: dict[str, Any] = {"measured": {}, "identities": {}}  # also of other configs
+        self.measured: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, dict[str, Any]] = {}  # also of other configs
         self._loaded: tuple[ModelReference | None, Any] = (None, None)
         if (out / SCORES).exists():
-            content = json.loads((out / SCORES).read_text("utf-8"))
-            self._known = {name: content[name] for name in self._known}
+            self._known = json.loads((out / SCORES).read_text("utf-8"))["measured"]
 
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
@@ -131,32 +130,30 @@ class Scoring:
             path = Path(data.path).expanduser()
             if path.suffix.lower() in READERS and not path.is_file():
                 raise ConfigError(f"there is no data file {data.path}")  # before it merges
-        self._write(self._known)  # the folder is ours from now on
+        self._write({"measured": self._known})  # the folder is ours from now on
         made = [
             merge_once(Path(merge), self.out / "merges", quiet=self.quiet)
             if merge.lower().endswith((".yml", ".yaml"))
             else merge
             for merge in merges
         ]
-        names = [self.config.base_model, *(one.model for one in self.config.models), *made]
-        references = [*map(ModelReference.model_validate, names)]
+        labels, experts = ["base", *self.names, *merges], self.config.models
+        names = [self.config.base_model, *(expert.model for expert in experts), *made]
+        models = dict(zip(labels, map(ModelReference.model_validate, names), strict=True))
         trust = self.config.trust_remote_code
-        folders = [local_folder(str(base_of(one)), Path(), trust) for one in references]
+        folders = [local_folder(str(base_of(one)), Path(), trust) for one in models.values()]
         self.tokenizer = load_processor(folders, KIND, self.config)
-        base, *models = references
-        for name, expert, reference in zip(self.names, self.config.models, models, strict=False):
+        for name, expert in zip(self.names, experts, strict=True):
             own = [exam for exam in self.exams if exam.name == name]
-            self._measure_model(name, reference, own, [expert])
-        merged = zip(merges, models[len(self.names) :], strict=True)
-        for label, reference in [("base", base), *merged]:
-            self._measure_model(label, reference, self.exams, self.config.models)
+            self._measure_model(name, models[name], own, [expert])
+        for label in ("base", *merges):
+            self._measure_model(label, models[label], self.exams, experts)
         self._loaded = (None, None)
 
     def write_results(self) -> Scores:
         """Write the figures and their page, without what the config no longer has."""
         scores = Scores(self.config, self.measured)
-        identities = {key: self._known["identities"][key] for key in self.measured}
-        self._write(scores.summary() | {"measured": self.measured, "identities": identities})
+        self._write(scores.summary() | {"measured": self.measured})
         show_scores(scores, self.out / "scores.html")
         return scores
 
@@ -171,36 +168,45 @@ class Scoring:
         write_text(self.out / SCORES, json.dumps(content, indent=1) + "\n")
 
     def _measure_model(
-        self, label: str, reference: ModelReference, exams: Sequence[Exam], experts: Sequence[Any]
-    ) -> None:
+        self, label: str, reference: ModelReference, exams: Sequence[Exam],
+        experts: Sequence[ScoredExpert],
+    ) -> None:  # fmt: skip
         """Load a model if something of it is missing, and measure that."""
-        with explained_memory(reference, self.config):
+
+        def read(exam: Exam, data: DataConfig) -> dict[str, Any]:
+            model, title = self._load(reference), f"{exam.name} / {label}"
+            samples = self.samples(exam, model)
+            result: dict[str, Any] = {
+                "losses": sequence_losses(model, samples, title=title, quiet=self.quiet)
+            }
+            if data.completion is not None:
+                result["matches"] = answer_matches(model, samples, data, self.tokenizer)
+            return result
+
+        def answer(task: str, limit: int | None) -> dict[str, Any]:
+            return self.harness.measure(self._load(reference), self.tokenizer, task, limit)
+
+        with explained_memory(reference):
             for exam in exams:
-                if exam.data is None:
-                    exam.data = self._written(exam, reference)
-                key = f"{exam.name} / {label}"
-                identity = self._identity(reference, exam.data.model_dump(), exam.data.path)
-                self._measure_once(key, identity, reference, partial(self._measure_exam, exam, key))
+                data = exam.data = exam.data or self._written(exam, reference)
+                identity = self._identity(reference, data.model_dump(), data.path)
+                self._measure_once(exam.name, label, identity, partial(read, exam, data))
             for task, limit in [(task, one.limit) for one in experts for task in one.tasks]:
-                assert self.harness is not None
-                measure = partial(
-                    self.harness.measure, tokenizer=self.tokenizer, task=task, limit=limit
-                )
-                identity = self._identity(reference, limit, self.config.task_folder or "")
-                self._measure_once(f"task {task} / {label}", identity, reference, measure)
+                identity = self._identity(reference, limit, self.config.task_folder)
+                self._measure_once(f"task {task}", label, identity, partial(answer, task, limit))
 
     def _measure_once(
-        self, key: str, identity: str, reference: ModelReference, measure: Callable[[Any], Any]
+        self, exam: str, label: str, identity: str, measure: Callable[[], dict[str, Any]]
     ) -> None:
         """Take a measurement from the file, or measure, where that is of other files."""
-        measured, identities = self._known["measured"], self._known["identities"]
-        if key not in measured or identities[key] != identity:
-            measured[key], identities[key] = measure(self._load(reference)), identity
-            self._write(self._known)
-        self.measured[key] = measured[key]
+        known = self._known.setdefault(exam, {})
+        if known.get(label, {}).get("identity") != identity:
+            known[label] = {"identity": identity, **measure()}
+            self._write({"measured": self._known})
+        self.measured.setdefault(exam, {})[label] = known[label]
 
-    def _identity(self, reference: ModelReference, settings: Any, path: str = "") -> str:
-        files = _files_of([reference]) | (file_states([path]) if path else {})
+    def _identity(self, reference: ModelReference, settings: Any, path: str | None = None) -> str:
+        files = _files_of([reference]) | file_states([path] if path else [])
         versions = package_versions("transformers", "torch")
         return json.dumps([str(reference), self.config.dtype, settings, files, versions])
 
@@ -217,11 +223,3 @@ class Scoring:
             self._loaded = (None, None)
             self._loaded = (reference, load_scored(reference, self.config))
         return self._loaded[1]
-
-    def _measure_exam(self, exam: Exam, title: str, model: Any) -> dict[str, Any]:
-        samples = self.samples(exam, model)
-        losses = sequence_losses(model, samples, title=title, quiet=self.quiet)
-        if exam.data is None or exam.data.completion is None:
-            return {"losses": losses}
-        matches = answer_matches(model, samples, exam.data, self.tokenizer)
-        return {"losses": losses, "matches": matches}

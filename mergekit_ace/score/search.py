@@ -9,6 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,16 @@ from tqdm import tqdm
 from mergekit_ace.files.saving import differences, file_states, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
-from mergekit_ace.score.figures import Estimate, Losses, forgot, kept, mean
 from mergekit_ace.score.measure import explained_memory, load_scored, sequence_losses
-from mergekit_ace.score.results import aligned, show_search
+from mergekit_ace.score.results import (
+    Estimate,
+    Losses,
+    aligned,
+    forgot,
+    kept,
+    mean,
+    show_search,
+)
 from mergekit_ace.score.score import Exam, Scoring, run_merge
 from mergekit_ace.score.space import SearchedMerge
 from mergekit_ace.training.models import local_folder, map_weights
@@ -49,7 +57,7 @@ def run_search(
     out.mkdir(parents=True, exist_ok=True)
     if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
         raise ConfigError(f"{out} holds other things than a search; give another folder")
-    with warnings.catch_warnings(), explained_memory(score.base_model, score):
+    with warnings.catch_warnings(), explained_memory(score.base_model):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         with FileLock(out / LOCK):
             search = _Search(config, score, out, quiet)
@@ -116,17 +124,20 @@ class _Search:
         for merge in self.merges.values():
             merge.load(self.module, weights, self.score)
         self.parts = {exam.name: self._parts(exam) for exam in self.scoring.exams}
-        self.gaining = [exam.name for exam in self.scoring.exams[:-1] if self._gains(exam.name)]
-        if "kept" in self.config.aims and not self.gaining:
+        *experts, keep = self.scoring.exams
+        gaining = [exam for exam in experts if self._gains(exam.name)]
+        if "kept" in self.config.aims and not gaining:
             raise ConfigError(
                 "no expert is better than the base on its validation texts: there is nothing to "
                 "keep; give other texts, or more"
             )
-        self.questions = {}
-        for expert in self.score.models:
-            for task in {*expert.tasks} & self.config.aims.keys():
-                assert self.scoring.harness is not None
-                self.questions[task] = self.scoring.harness.numbers(task)[: expert.limit]
+        self.exams = [*gaining, keep]  # that count
+        self.questions = {
+            task: self.scoring.harness.numbers(task)[: expert.limit]
+            for expert in self.score.models
+            for task in expert.tasks
+            if task in self.config.aims
+        }
 
     def _parts(self, exam: Exam) -> dict[str, list[int]]:
         """Return the places of the texts that trials, finalists and the test read."""
@@ -144,16 +155,14 @@ class _Search:
         return kept(base, expert, expert) is not None
 
     def _losses(self, exam: str, model: str, part: str) -> Losses:
-        losses = self.scoring.measured[f"{exam} / {model}"]["losses"]
+        losses = self.scoring.measured[exam][model]["losses"]
         return [losses[place] for place in self.parts[exam][part]]
 
     def measure(self, part: str) -> dict[str, Any]:
         """Measure the model in memory on a part of the texts: its aim, and what it forgets."""
         found, shares = {}, []
-        for exam in self.scoring.exams:
+        for exam in self.exams:
             name, samples = exam.name, self.scoring.samples(exam, self.module)
-            if name not in (*self.gaining, "keep"):
-                continue
             chosen = [samples[place] for place in self.parts[name][part]]
             losses = sequence_losses(self.module, chosen, title=name, quiet=True)
             base = self._losses(name, "base", part)
@@ -164,11 +173,10 @@ class _Search:
         if shares:
             found["kept"] = mean(shares)
         for task, numbers in self.questions.items():
-            assert self.scoring.harness is not None
-            _, value, error = self.scoring.harness.measure(
+            one = self.scoring.harness.measure(
                 self.module, self.scoring.tokenizer, task, questions=numbers[part == "test" :: 2]
             )
-            found[task] = Estimate(value, error)
+            found[task] = Estimate(one["value"], one["error"])
         total = sum(weight * found[name].value for name, weight in self.config.aims.items())
         return {**found, "aim": total / sum(self.config.aims.values())}
 
@@ -180,10 +188,11 @@ class _Search:
         with FileLock(self._lock_of(self.worker)), bar:
             while True:
                 with FileLock(self.out / LOCK):
-                    trial, others = self._ask()
+                    self._fail_killed()
+                    trial = self._ask()
                 if trial is not None:
                     self._run(trial)
-                elif others:
+                elif self._trials("RUNNING"):  # of other processes
                     time.sleep(0.2)
                 else:
                     return
@@ -195,35 +204,36 @@ class _Search:
     def _trials(self, *states: str) -> list[Any]:
         return [one for one in self.study.get_trials(deepcopy=False) if one.state.name in states]
 
-    def _ask(self) -> tuple[Any, bool]:
-        """Return a new trial if one is wanted, with its parameters, and whether others run."""
+    def _fail_killed(self) -> None:
+        """Give up the trials whose processes were killed, so that others take their places."""
         import optuna
 
         for one in self._trials("RUNNING"):
-            try:
-                with FileLock(self._lock_of(one.user_attrs.get("worker", "")), timeout=0):
-                    self.study.tell(one.number, state=optuna.trial.TrialState.FAIL)
-            except Timeout:
-                continue
-            again = one.system_attrs.get("fixed_params", {}) | one.params
-            self.study.enqueue_trial(again)  # its process was killed
-        others = bool(self._trials("RUNNING"))
-        begun = len(self._trials("COMPLETE", "PRUNED", "RUNNING"))
-        if begun >= self.config.trials:
-            return None, others
-        starts = [one for merge in self.merges.values() for one in merge.starts()]
-        if begun < len(starts) and not self._trials("WAITING"):
-            self.study.enqueue_trial(starts[begun])
+            worker = one.user_attrs.get("worker", "")  # none if it was killed as it asked
+            with suppress(Timeout), FileLock(self._lock_of(worker), timeout=0):
+                self.study.tell(one.number, state=optuna.trial.TrialState.FAIL)
+
+    def _ask(self) -> Any:
+        """Return a new trial with its parameters if one is wanted, at first plain merges."""
+        import optuna
+
+        begun = self._trials("COMPLETE", "PRUNED", "RUNNING")
+        if len(begun) >= self.config.trials:
+            return None
+        tried = [one.params for one in begun]
+        starts = (one for merge in self.merges.values() for one in merge.starts())
+        if start := next((one for one in starts if one not in tried), None):
+            self.study.enqueue_trial(start)
         # A seed of each trial's own: a study that was stopped goes on alike.
         self.study.sampler = optuna.samplers.TPESampler(
-            seed=self.config.seed + begun, multivariate=True, group=True, constant_liar=True
+            seed=self.config.seed + len(begun), multivariate=True, group=True, constant_liar=True
         )
         trial = self.study.ask()
         trial.set_user_attr("worker", self.worker)
         merge = self.merges[trial.suggest_categorical("merge", [*self.merges])]
         for name, (low, high) in merge.ranges.items():
             trial.suggest_float(name, low, high, log=".weight." in name)
-        return trial, others
+        return trial
 
     def _run(self, trial: Any) -> None:
         import optuna
@@ -297,24 +307,28 @@ class _Search:
 
     def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
         """Write `search.json` and `search.html`, and return the table."""
-        figures = [*self.config.aims, "forgot"]
+        figures, budget = [*self.config.aims, "forgot"], self.config.budget
         rows: list[list[Any]] = [["", "merge", "texts", *figures]]
         for name, found in results.items():
             for part in ("validation", "test"):
                 *aims, lost = (Estimate(*found[part][one]) for one in figures)
                 rows.append([name, found["merge"], part, *aims, lost.signed])
-        best, frontier = results["best found"], self.config.aim == "frontier"
-        values = [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
-        text = f"{aligned(rows)}\n\ntrial {best['trial']} of {len(trials)}:\n" + "\n".join(values)
-        text += "\n\nThe test texts took no part in the search: believe their figures."
-        for name in self.parts.keys() - {*self.gaining, "keep"}:
-            text += f"\n{name} is no better than the base on its texts, and does not count."
-        if best["validation"]["forgot"][0] > self.config.budget:
-            text += (
-                f"\nOn the validation texts every merge forgets more than {self.config.budget:g} "
-                "nats (`budget`): lower the range of `lambda`, or raise the budget."
+        best = results["best found"]
+        lines = [aligned(rows), "", f"trial {best['trial']} of {len(trials)}:"]
+        lines += [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
+        lines += ["", "The test texts took no part in the search: believe their figures."]
+        lines += [
+            f"{exam.name} is no better than the base on its texts, and does not count."
+            for exam in self.scoring.exams
+            if exam not in self.exams
+        ]
+        if best["validation"]["forgot"][0] > budget:
+            lines.append(
+                f"On the validation texts every merge forgets more than {budget:g} nats "
+                "(`budget`): lower the range of `lambda`, or raise the budget."
             )
-        front = {one.number for one in self.study.best_trials} if frontier else set()
+        frontier = self.study.best_trials if self.config.aim == "frontier" else ()
+        front = {one.number for one in frontier}
         points = [
             {
                 "trial": one.number,
@@ -325,9 +339,9 @@ class _Search:
             }
             for one in trials
         ]
-        content = {**results, "budget": self.config.budget, "trials": points}
+        content, text = {**results, "budget": budget, "trials": points}, "\n".join(lines)
         write_text(self.out / "search.json", json.dumps(content, indent=1) + "\n")
-        show_search(points, self.config.budget, text, self.out / "search.html")
+        show_search(points, budget, text, self.out / "search.html")
         return text
 
 

@@ -65,7 +65,7 @@ class SearchedMerge:
             mistake = "a search needs `base_model:` and a list of `models:`"
         elif os.path.realpath(str(config.base_model)) != os.path.realpath(base_model):
             mistake = f"its base model is {config.base_model}, and that of the score {base_model}"
-        self.experts: list[str] = []
+        self.experts, self._places = list[str](), list[int]()
         if space.weight is not None and self.method in (*COMPONENTS, "task_arithmetic"):
             models = {n: one for n, one in enumerate(config.models or ())
                       if one.model != config.base_model}  # fmt: skip
@@ -79,25 +79,22 @@ class SearchedMerge:
         if mistake:
             raise ConfigError(f"{path}: {mistake}")
         self._labels = [f"{self.name}.weight.{one}" for one in short_names(self.experts)]
+        # Of ace and its variants, whose experts have coefficients in a file.
+        self._has_components = bool(self.experts) and self.method in COMPONENTS
 
     def make(self, out: Path, *, quiet: bool) -> None:
         """Merge X, and X_k of every expert, in float32; what is there stays."""
         out.mkdir(parents=True, exist_ok=True)
-        count, self._folders = len(self.experts), []
+        count, self._folders, self._tensors = len(self.experts), [], []
         for number, weights in enumerate([[1.0] * count, *torch.eye(count).tolist()]):
             path = out / f"{self.name}-{number}.yml"
-            if number and not path.exists():
-                self._write_coefficients(path.with_suffix(".safetensors"), weights)
             content = self._config(1.0, weights, path.with_suffix(".safetensors"))
             content["dtype"] = "float32"
-            for options, name in ((content, "out_dtype"), (content["parameters"], "report")):
-                options.pop(name, None)
-            if number == 0:
-                content["parameters"].pop("coefficients", None)
+            content.pop("out_dtype", None)
+            content["parameters"].pop("report", None)
             write_text(path, yaml.safe_dump(content, sort_keys=False))
             self._folders.append(merge_once(path, out, quiet=quiet))
-            if number == 0:
-                self._tensors = [*read_headers(Path(self._folders[0]))]
+            self._tensors = self._tensors or [*read_headers(Path(self._folders[0]))]
 
     def load(self, module: Any, base: Weights, config: ScoreConfig) -> None:
         """Map X and X_k from disk, to be added in `module`, which has the base's weights."""
@@ -122,8 +119,8 @@ class SearchedMerge:
         """Return the parameters of plain merges with a few λ."""
         low, high = self._space.scale
         return [
-            {"merge": self.name, **dict.fromkeys(self.ranges, scale)}
-            | dict.fromkeys(self._labels, 1.0)
+            {"merge": self.name}
+            | {name: 1.0 if name in self._labels else scale for name in self.ranges}
             for scale in STARTS
             if low <= scale <= high
         ]
@@ -136,24 +133,28 @@ class SearchedMerge:
 
     def write(self, values: Mapping[str, float], out: Path, comment: str) -> None:
         """Write `merge.yml`, and its coefficients if it has some."""
-        coefficients, weights = out / "coefficients.safetensors", [values[n] for n in self._labels]
-        self._write_coefficients(coefficients, weights)
+        coefficients = out / "coefficients.safetensors"
+        coefficients.unlink(missing_ok=True)
         scales = {name: values[group] for name, group in self._groups_of(self._tensors).items()}
+        weights = [values[label] for label in self._labels]
         content = self._config(scale_setting(scales), weights, coefficients)
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_text(out / "merge.yml", f"# {comment}\n{text}")
 
     def _config(self, scale: Any, weights: Sequence[float], coefficients: Path) -> dict[str, Any]:
-        """Return the config with another λ and weights, those of ace in a file."""
+        """Return the config with another λ and weights, those of ace in a file, made if missing."""
         content = deepcopy(self._content)
-        content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
-        if self.experts and self.method in COMPONENTS:
-            # Adapters, too: coefficients belong to covariances of inputs.
-            content["parameters"]["coefficients"] = str(coefficients.resolve())
+        parameters = content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
+        if self._has_components:
             if self.method != "ace_plus":  # which weighs both sides
-                content["parameters"]["side"] = "inputs"
-        elif self.experts:
-            usual = content["parameters"].get("weight", 1.0)
+                # Of adapters, too: coefficients belong to covariances of inputs.
+                parameters["side"] = "inputs"
+            if set(weights) != {1.0}:
+                parameters["coefficients"] = str(coefficients.resolve())
+                if not coefficients.exists():  # else a merge by them would begin anew
+                    self._write_coefficients(coefficients, weights)
+        else:
+            usual = parameters.get("weight", 1.0)
             for place, weight in zip(self._places, weights, strict=True):
                 model = content["models"][place]
                 given = model.get("parameters") or {}
@@ -162,9 +163,7 @@ class SearchedMerge:
 
     def _write_coefficients(self, path: Path, weights: Sequence[float]) -> None:
         """Write weights as coefficients of components; a refinement counts where all experts do."""
-        if not self.experts or self.method not in COMPONENTS:
-            return
-        rows = [*weights, float(all(weights))][: len(weights) + (self.method == "ace")]
+        rows = [*weights, float(all(weights))] if self.method == "ace" else weights
         coefficients = torch.tensor(rows)[:, None].repeat(1, len(self._tensors))
         contents = Contents(
             base_model=str(self._content["base_model"]),

@@ -18,7 +18,7 @@ from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
 
 from mergekit_ace.score import measure
-from mergekit_ace.score.figures import forgot, kept
+from mergekit_ace.score.results import forgot, kept
 
 
 def score(config: dict, out: Path, *, fails: bool = False) -> str:
@@ -102,7 +102,7 @@ def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp
         losses_by_hand(folder, config["keep"])
         for folder in (config["base_model"], str(tmp_path / "whole"))
     )
-    measured = sorted(one for one, _ in scores["measured"][f"keep / {adapter}"]["losses"])
+    measured = sorted(one for one, _ in scores["measured"]["keep"][adapter]["losses"])
     assert measured == pytest.approx(sorted(loss), rel=1e-6)
     assert sorted(loss) != pytest.approx(sorted(before), rel=1e-4)
 
@@ -123,7 +123,7 @@ def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
     rows = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
     config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", rows), "text": "text"}
     score(config, tmp_path / "scores")
-    losses = content(tmp_path / "scores")["measured"]["keep / base"]["losses"]
+    losses = content(tmp_path / "scores")["measured"]["keep"]["base"]["losses"]
     assert max(count for _, count in losses) == 31, "32 positions, of which the first is given"
 
 
@@ -141,7 +141,7 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     config["models"][0]["data"] = {"path": path, "prompt": "q", "completion": "a"}
     score(config, tmp_path / "scores")
     scores = content(tmp_path / "scores")
-    tokens = {count for _, count in scores["measured"]["law / base"]["losses"]}
+    tokens = {count for _, count in scores["measured"]["law"]["base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
     assert scores["exact_match"]["law"]["law"][0] == 1
     assert set(scores["exact_match"]["law"]) == {"law", "base", config["merges"][0]}
