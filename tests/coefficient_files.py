@@ -23,21 +23,19 @@ def make_file(
     **contents,
 ) -> CoefficientFile:
     config = learner or LearnerConfig(input="shared", hidden=8)
-    generator = torch.Generator().manual_seed(5)
     shape = (len(models), len(names))
+    generator = torch.Generator().manual_seed(5)
     torch.manual_seed(6)
     network = Learner(config, *shape)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     depths = relative_depths(names)
     statistics = torch.rand(*shape, config.features, generator=generator, dtype=torch.float64)
+    experts = zip(tasks or models, models, strict=True)
     return CoefficientFile(
         Contents(
             base_model="base",
-            experts=tuple(
-                Expert(task=task, model=model)
-                for task, model in zip(tasks or models, models, strict=True)
-            ),
+            experts=tuple(Expert(task=task, model=model) for task, model in experts),
             tensors=tuple(MergedTensor(name=name, stored=(name,)) for name in names),
             frozen=tuple(frozen),
             learner=config,

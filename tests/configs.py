@@ -19,6 +19,15 @@ from mergekit_ace.training.statistics import StatisticsConfig
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+# A key that only configs of one command have, and what reads them; the rest is a `train.yml`.
+READERS = {
+    "teacher": DistillConfig,
+    "merges": ScoreConfig,
+    "search": SearchConfig,
+    "merged_model": CalibrateConfig,
+}
+
+
 def check_merge_config(source: dict[str, Any]) -> None:
     """Raise unless a merge has only settings and parameters that exist, with values in range.
 
@@ -27,38 +36,24 @@ def check_merge_config(source: dict[str, Any]) -> None:
     config = MergeConfiguration.model_validate(source)
     assert set(source) <= set(MergeConfiguration.model_fields)
     declared = {p.name: p for p in merge_methods.get(config.merge_method).spec.parameters}
-    of_experts = {n for n, p in declared.items() if p.scope != ParameterScope.SHARED}
-    for name, setting in (config.parameters or {}).items():
-        assert name in declared
-        _check_values(declared[name], setting)
-    for model in config.models or []:
-        for name, setting in (model.parameters or {}).items():
-            assert name in of_experts
-            _check_values(declared[name], setting)
-
-
-def _check_values(parameter: Any, setting: Any) -> None:
-    for value in setting if isinstance(setting, list) else [setting]:
-        if parameter.name != "report":  # opens the file
-            parameter.validate(getattr(value, "value", value))
+    of_experts = {n: p for n, p in declared.items() if p.scope != ParameterScope.SHARED}
+    places = [(declared, config)] + [(of_experts, model) for model in config.models or []]
+    for known, place in places:
+        for name, setting in (place.parameters or {}).items():
+            for value in setting if isinstance(setting, list) else [setting]:
+                if name != "report":  # opens the file
+                    known[name].validate(getattr(value, "value", value))
 
 
 def check_config(source: dict[str, Any]) -> None:
     """Raise unless this is a whole config of some command."""
     if "merge_method" in source:
         check_merge_config(source)
-    elif "teacher" in source:
-        DistillConfig.model_validate(source)
-    elif "merges" in source:
-        ScoreConfig.model_validate(source)
-    elif "search" in source:
-        SearchConfig.model_validate(source)
-    elif "merged_model" in source:
-        CalibrateConfig.model_validate(source)
-    elif all("data" not in model for model in source["models"]):
-        StatisticsConfig.model_validate(source)
-    else:
-        TrainConfig.model_validate(source)
+        return
+    reader = next((kind for key, kind in READERS.items() if key in source), TrainConfig)
+    if reader is TrainConfig and all("data" not in model for model in source["models"]):
+        reader = StatisticsConfig
+    reader.model_validate(source)
 
 
 def read_config(text: str) -> dict[str, Any]:

@@ -16,12 +16,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import click
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -66,36 +66,28 @@ def gpu(monkeypatch) -> Iterator[torch.device]:
         yield GPU
 
 
-def _runner(command: click.Command, folder: Path) -> Callable[..., Path]:
+@pytest.fixture
+def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
     """Run one of mergekit's own commands, in this process to spare its start.
 
     The function returned gives the output folder; a failure raises what the command raised.
     """
 
-    def run(config: dict, *flags: str, out: str = "merged") -> Path:
-        path = folder / f"{out}.yml"
+    def run(config: dict, *flags: str, out: str = "merged", script: str = "run_yaml") -> Path:
+        path = tmp_path / f"{out}.yml"
         path.write_text(yaml.safe_dump(config))
-        target = folder / out
-        arguments = [str(path), str(target), "--quiet", *flags]
+        command = importlib.import_module(f"mergekit.scripts.{script}").main
+        arguments = [str(path), str(tmp_path / out), "--quiet", *flags]
         result = CliRunner().invoke(command, arguments, catch_exceptions=False)
         assert result.exit_code == 0, result.output
-        return target
+        return tmp_path / out
 
     return run
 
 
 @pytest.fixture
-def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
-    from mergekit.scripts.run_yaml import main
-
-    return _runner(main, tmp_path)
-
-
-@pytest.fixture
-def mergekit_pytorch(tmp_path: Path) -> Callable[..., Path]:
-    from mergekit.scripts.merge_raw_pytorch import main
-
-    return _runner(main, tmp_path)
+def mergekit_pytorch(mergekit_yaml: Callable[..., Path]) -> Callable[..., Path]:
+    return partial(mergekit_yaml, script="merge_raw_pytorch")
 
 
 @pytest.fixture

@@ -10,25 +10,17 @@ from typing import Any
 import pytest
 
 
-def covering(*values: Iterable[Any], strength: int = 2) -> list[tuple[Any, ...]]:
-    """Return combinations in which any `strength` values of different parameters meet.
+def covered(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test by combinations in which any two values of different arguments meet.
 
-    Where a branch depends on two parameters, pairs reach all that the whole product does.
-
-    Args:
-        values: of each parameter.
-        strength: how many values have to meet.
+    Where a branch depends on two arguments, these reach all that the whole product does.
     """
-    listed = [list(each) for each in values]
+    listed = [list(each) for each in values.values()]
     rows = list(product(*(range(len(each)) for each in listed)))
-    meetings = {row: set(combinations(enumerate(row), strength)) for row in rows}
-    left, chosen = set().union(*meetings.values()), []
+    pairs = {row: set(combinations(enumerate(row), 2)) for row in rows}
+    left, chosen = set().union(*pairs.values()), []
     while left:
-        chosen.append(max(rows, key=lambda row: len(meetings[row] & left)))
-        left -= meetings[chosen[-1]]
-    return [tuple(each[n] for each, n in zip(listed, row, strict=True)) for row in chosen]
-
-
-def covered(strength: int = 2, **values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by `covering` combinations of arguments."""
-    return pytest.mark.parametrize(tuple(values), covering(*values.values(), strength=strength))
+        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    combined = [tuple(each[n] for each, n in zip(listed, row, strict=True)) for row in chosen]
+    return pytest.mark.parametrize(tuple(values), combined)

@@ -39,15 +39,15 @@ def test_ace(rng, switches, shape, dtype, bar, scales):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ace_relative(rng, shape):
+@pytest.mark.parametrize("switches", [{}, {"centred": True, "structural_prior": True}])
+def test_ace_relative(rng, shape, switches):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.3)
-    for options in ({}, {"centred": True, "structural_prior": True}):
-        chosen = RelativeOptions(compute_dtype="float64", **options)
-        expected = {"matrix": naive_relative(base, experts, coefficients=OWN, **options)}
-        expected["table"] = naive_table(base, experts, coefficients=OWN)
-        for layout, known in expected.items():
-            merged, _ = merge_tensor(base, experts, None, chosen, layout, OWN)
-            assert task_vector_error(merged, known, base) <= 1e-9
+    options = RelativeOptions(compute_dtype="float64", **switches)
+    matrix = naive_relative(base, experts, coefficients=OWN, **switches)
+    table = naive_table(base, experts, coefficients=OWN)
+    for layout, expected in (("matrix", matrix), ("table", table)):
+        merged, _ = merge_tensor(base, experts, None, options, layout, OWN)
+        assert task_vector_error(merged, expected, base) <= 1e-9
 
 
 @pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "stacked"])

@@ -30,15 +30,11 @@ def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
-def family(rows, columns, experts):
-    rng = torch.Generator().manual_seed(0)
-    base = torch.randn(rows, columns, generator=rng)
-    return base, [base + 1e-3 * torch.randn(rows, columns, generator=rng) for _ in range(experts)]
-
 def measure(rows, columns, experts, refined):
     switch = "always" if refined else "never"
     options = AceOptions(adaptive_normalization=switch, spectral_refinement=switch)
-    base, members = family(rows, columns, experts)
+    base = torch.randn(rows, columns)
+    members = [base + 1e-3 * torch.randn(rows, columns) for _ in range(experts)]
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     merged, record = merge_matrix(base, members, options=options)

@@ -131,18 +131,29 @@ def time_matrix(shape: tuple[int, int], experts: int, options: argparse.Namespac
     ]
 
 
+def time_model(model: str, options: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """Print and return the figures of a model's matrices, and of all of them together."""
+    rows, totals = [], []
+    for (outputs, inputs), count in MODELS[model].items():
+        shape = (outputs // options.divide, inputs // options.divide)
+        for row in time_matrix(shape, options.experts, options):
+            print_row(f"{shape[0]} x {shape[1]}", row)
+            rows.append({"model": model, "shape": shape, "count": count, **row})
+    for way in options.ways:
+        own = [row for row in rows if row["way"] == way]
+        seconds = sum(row["count"] * row["seconds"] for row in own)
+        ratio = seconds / totals[0]["seconds"] if totals else 1.0
+        total = {"way": way, "seconds": seconds, "ratio": ratio}
+        total["memory"] = max(row["memory"] for row in own)
+        print_row(model, total)
+        totals.append({"model": model, "experts": options.experts, **total})
+    return rows, totals
+
+
 def print_row(what: str, row: dict) -> None:
     """Print the figures of a way for a matrix or a model."""
     figures = f"{row['seconds']:9.4f} {row['ratio']:8.2f} {row['memory'] / 1e6:8.0f}"
     print(f"{what:16} {row['way']:16} {figures}", flush=True)
-
-
-def total_of(rows: list[dict], first: float | None) -> dict:
-    """Return the seconds of a model's matrices together, and the most memory that one took."""
-    seconds = sum(row["count"] * row["seconds"] for row in rows)
-    memory = max(row["memory"] for row in rows)
-    ratio = seconds / (first or seconds)
-    return {"way": rows[0]["way"], "seconds": seconds, "ratio": ratio, "memory": memory}
 
 
 def process_bytes(field: str) -> int:
@@ -178,19 +189,9 @@ def main() -> None:
     figures: dict = {"machine": print_machine(options.device), "rows": [], "totals": []}
     print("matrix           way                seconds  x first       MB")
     for model in options.model:
-        by_way: dict[str, list[dict]] = {way: [] for way in options.ways}
-        for (rows, columns), count in MODELS[model].items():
-            shape = (rows // options.divide, columns // options.divide)
-            for row in time_matrix(shape, options.experts, options):
-                print_row(f"{shape[0]} x {shape[1]}", row)
-                by_way[row["way"]].append({"model": model, "shape": shape, "count": count, **row})
-        first = None
-        for rows_of_way in by_way.values():
-            total = total_of(rows_of_way, first)
-            first = first or total["seconds"]
-            print_row(model, total)
-            figures["rows"] += rows_of_way
-            figures["totals"].append({"model": model, "experts": options.experts, **total})
+        rows, totals = time_model(model, options)
+        figures["rows"] += rows
+        figures["totals"] += totals
         if options.json:
             write_text(options.json, json.dumps(figures, indent=1))
 

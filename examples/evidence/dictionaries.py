@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from family import DEVICE, Family, Losses, make_optimizers, save_whole
+from family import DEVICE, Family, Losses, make_optimizers, whole_folder
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -105,7 +105,8 @@ class Dictionaries(Family):
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        save_whole(model.save_pretrained, target)
+        with whole_folder(target) as folder:
+            model.save_pretrained(folder)
 
     def load(self, folder: Path) -> PreTrainedModel:
         kind = AutoModelForMaskedLM if self.architecture == "roberta" else AutoModelForCausalLM

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,14 @@ class Family(ABC):
         return None
 
 
-def save_whole(write: Callable[[Path], None], target: Path) -> None:
-    """Let a function fill a folder, which gets its name only when it is complete."""
-    if target.exists():
-        return
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to fill, which gets the name `target` only when it is complete."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write(partial)
-    os.replace(partial, target)
+    yield partial
+    partial.rename(target)
 
 
 def make_optimizers(model: nn.Module, rate: float, muon: bool) -> list[torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict
-from family import DEVICE, Family, Losses, save_whole
+from family import DEVICE, Family, Losses, whole_folder
 from sklearn.datasets import load_breast_cancer, load_digits, load_sample_images
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy, unfold
@@ -137,7 +137,8 @@ class Images(Family):
             torch.manual_seed(100 * self.seed)
             model = new_classifier(24)
             train_classifier(model, pretext(), min(BASE_STEPS, most), BASE_RATE, 100 * self.seed)
-            save_whole(model.base_model.save_pretrained, self.base)
+            with whole_folder(self.base) as folder:
+                model.base_model.save_pretrained(folder)
         for number, (task, target) in enumerate(self.experts.items()):
             if not target.exists():
                 images, classes = splits(task)["experts"]
@@ -147,7 +148,8 @@ class Images(Family):
                 model.base_model.load_state_dict(base.state_dict(), strict=False)
                 steps, order = min(EXPERT_STEPS, most), 100 * self.seed + number + 1
                 train_classifier(model, (images, classes), steps, EXPERT_RATE, order)
-                save_whole(model.save_pretrained, target)
+                with whole_folder(target) as folder:
+                    model.save_pretrained(folder)
 
     def load(self, folder: Path) -> nn.Module:
         return ViTModel.from_pretrained(folder, add_pooling_layer=False).to(DEVICE).eval()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from family import DEVICE, Family, Losses, make_optimizers, save_whole
+from family import DEVICE, Family, Losses, make_optimizers, whole_folder
 from peft import LoraConfig, get_peft_model
 from texts import Kind, fetch_package, prepare_texts, read_sequences, read_sources
 from torch import Tensor, nn
@@ -135,14 +135,13 @@ def language_loss(model: nn.Module, ids: Tensor, labels: Tensor, reduction: str 
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, facts: dict
 ) -> None:
-    """Write a checkpoint, and facts about it as facts.json."""
-
-    def write(folder: Path) -> None:
+    """Write a checkpoint, and facts about it as facts.json, unless it is there."""
+    if target.exists():
+        return
+    with whole_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
-
-    save_whole(write, target)
 
 
 def digest(*parts: object) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from family import save_whole
+from family import whole_folder
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -55,15 +55,13 @@ def prepare_texts(name: str, settings: Settings, cache: Path) -> Path:
         part_of |= dict.fromkeys(groups[start : start + count], part)
         start += count
 
-    def write(partial: Path) -> None:
+    with whole_folder(folder) as partial:
         for part in ("train", *HELD_OUT):
             chosen = [line for line in lines if part_of[line["group"]] == part]
             # Questions of one group would tell each other's answers if they were neighbours.
             chosen.sort(key=lambda line: shuffled(line.get("prompt", line["group"])))
             rows = (json.dumps(line) + "\n" for line in chosen)
             (partial / f"{part}.jsonl").write_text("".join(rows), encoding="utf-8")
-
-    save_whole(write, folder)
     return folder
 
 
@@ -138,9 +136,10 @@ def run_command(*command: str, folder: Path) -> str:
 def fetch_package(kind: Literal["apt", "pip"], name: str, packages: Path) -> Path:
     """Return the folder with the files of a Debian package or wheel; download it if it is new."""
     folder = packages / f"{kind}-{name}"
-
-    def fetch(partial: Path) -> None:
-        print(f"fetching {name}", flush=True)
+    if folder.exists():
+        return folder
+    print(f"fetching {name}", flush=True)
+    with whole_folder(folder) as partial:
         if kind == "apt":
             run_command("apt-get", "download", name, folder=partial)
             (archive,) = partial.glob("*.deb")
@@ -151,8 +150,6 @@ def fetch_package(kind: Literal["apt", "pip"], name: str, packages: Path) -> Pat
             (archive,) = partial.glob("*.whl")
             shutil.unpack_archive(archive, partial, "zip")
         archive.unlink()
-
-    save_whole(fetch, folder)
     return folder
 
 

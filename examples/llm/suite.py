@@ -128,15 +128,11 @@ Suite: TypeAlias = HarnessSuite | GlueSuite | ClipSuite
 _ANY_SUITE = TypeAdapter(Annotated[Suite, Field(discriminator="evaluator")])
 
 
-def suite_file(name: str) -> Path:
-    """Return the file of a suite that comes with us, or the file of that name."""
-    for path in (SUITES / f"{name}.yml", Path(name)):
-        if path.is_file():
-            return path
-    known = ", ".join(sorted(path.stem for path in SUITES.glob("*.yml")))
-    raise FileNotFoundError(f"there is no suite {name!r}: give one of {known}, or a file")
-
-
 def load_suite(name: str) -> Suite:
     """Read the suite of this name, or the file; a ValueError says what is wrong with it."""
-    return _ANY_SUITE.validate_python(yaml.safe_load(suite_file(name).read_text(encoding="utf-8")))
+    own = SUITES / f"{name}.yml"
+    path = own if own.is_file() else Path(name)
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in SUITES.glob("*.yml")))
+        raise ValueError(f"there is no such suite: give one of {known}, or a file")
+    return _ANY_SUITE.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -28,7 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from comparison import EXPERTS, compare
 from evaluators import device, load_encoder, scorer
-from suite import Checkpoint, HarnessSuite, Suite, load_suite, suite_file
+from suite import Checkpoint, HarnessSuite, Suite, load_suite
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.plugin import our_methods
@@ -209,8 +209,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     try:
-        suite, name = load_suite(arguments.suite), suite_file(arguments.suite).stem
-    except (FileNotFoundError, ValueError) as error:
+        suite, name = load_suite(arguments.suite), Path(arguments.suite).stem
+    except ValueError as error:
         sys.exit(f"{arguments.suite}: {error}")
     rows = merge_configs(suite)
     unknown = sorted(set(arguments.methods or ()) - set(rows))
