@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,10 +165,11 @@ def check_merge(
     merged: str | Path,
     bar: float = 5e-5,
     options_of: Callable[[str], dict[str, Any]] = lambda name: {},
-) -> None:
+) -> Counter[str]:
     """Compare the files of a merged checkpoint with the reference, and load it.
 
     A tensor may have options, and a layout, of its own. What no expert changed is the base's.
+    Returns how many tensors each layout had.
     """
     faults = loading_faults(model_class, paths[0])
     assert loading_faults(model_class, merged) == faults, "transformers loads it otherwise"
@@ -177,6 +179,7 @@ def check_merge(
     base, *experts, got = read
     assert got.keys() == base.keys(), f"other names: {sorted(got.keys() ^ base.keys())[:2]}"
     special = special_layouts(paths[0], set(base))
+    seen: Counter[str] = Counter()
     for name, tensor in base.items():
         inputs = [expert[name] for expert in experts]
         if not tensor.is_floating_point() or all(torch.equal(tensor, own) for own in inputs):
@@ -188,3 +191,5 @@ def check_merge(
         rounding = 2**-24 * float(expected.norm() / (expected - tensor.double()).norm())
         error = task_vector_error(got[name], expected, tensor)
         assert error <= bar + rounding, f"{name} {tuple(tensor.shape)} {error:.1e} {options}"
+        seen[options["layout"]] += 1
+    return seen

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 
-def covered(**values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by combinations in which any two values of different arguments meet.
+def covered(strength: int = 2, **values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise a test by combinations in which any `strength` values of arguments meet.
 
-    Where a branch depends on two arguments, these reach all that the whole product does.
+    Where a branch depends on two arguments, pairs reach all that the whole product does.
     """
     listed = [list(each) for each in values.values()]
     rows = list(product(*(range(len(each)) for each in listed)))
-    pairs = {row: set(combinations(enumerate(row), 2)) for row in rows}
-    left, chosen = set().union(*pairs.values()), []
+    meetings = {row: set(combinations(enumerate(row), strength)) for row in rows}
+    left, chosen = set().union(*meetings.values()), []
     while left:
-        chosen.append(max(rows, key=lambda row: len(pairs[row] & left)))
-        left -= pairs[chosen[-1]]
+        chosen.append(max(rows, key=lambda row: len(meetings[row] & left)))
+        left -= meetings[chosen[-1]]
     combined = [tuple(each[n] for each, n in zip(listed, row, strict=True)) for row in chosen]
     return pytest.mark.parametrize(tuple(values), combined)
