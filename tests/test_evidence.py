@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import tiny_llama
+from families import sentence, tokenizer
 from mergekit.merge_methods import merge_state_dicts
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 
 @pytest.fixture
@@ -132,19 +131,14 @@ def language(evidence, tmp_path, monkeypatch):
         folder = tmp_path / "cache" / "texts" / name
         folder.mkdir(parents=True)
         for part in ("train", "validation", "test"):
-            words = rng.sample(["red", "green", "blue", "black", "white", "pink"], 3)
-            lines = [{"text": " ".join(rng.choices(words, k=900))} for _ in range(3)]
+            lines = [{"text": sentence(rng, 900)} for _ in range(3)]
             if name == "c":
-                lines = [{"prompt": f"{n} is", "answer": words[n % 3]} for n in range(300)]
+                lines = [{"prompt": word, "answer": word} for word in sentence(rng, 500).split()]
             rows = "".join(json.dumps(line) + "\n" for line in lines)
             (folder / f"{part}.jsonl").write_text(rows)
-    names = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # a token for every byte
-    raw = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    size = {"vocab_size": len(names), "max_position_embeddings": 512, "tie_word_embeddings": True}
-    tiny_llama(**size, bos_token_id=None, eos_token_id=0).save_pretrained(tmp_path / "tiny")
+    tokenizer().save_pretrained(tmp_path / "tiny")
+    model = tiny_llama(max_position_embeddings=256, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tiny")
     module = evidence("language")
     monkeypatch.setattr(module, "read_sources", lambda kind: {name: {} for name in sources[kind]})
     monkeypatch.setattr(module, "SHORT", 2)
