@@ -83,10 +83,7 @@ class DataConfig(Strict):
         if not set(wanted) & self.columns.keys():
             raise ValueError(f"{whose} needs the column {' or '.join(wanted)} for task: {task}")
         if (self.prompts is not None) != (task == "zero-shot-image-classification"):
-            raise ValueError(
-                f"{whose}: `prompts` of the classes are what task: zero-shot-image-classification "
-                "needs, and no other task takes them"
-            )
+            raise ValueError(f"{whose}: `prompts` belong to task: zero-shot-image-classification")
 
 
 class ExpertConfig(Strict):
@@ -115,6 +112,7 @@ class LoopConfig(Strict):
     max_steps: Count | None = None
     evaluate_every: Count | None = None
     checkpoint_every: Count = 100
+    patience: Annotated[Integer, Field(ge=0)] = 20
 
 
 class TrainingConfig(LoopConfig):
@@ -123,7 +121,6 @@ class TrainingConfig(LoopConfig):
     penalty: NonNegative | None = None
     rehearsal_weight: Positive = 1.0
     scheduler: SchedulerConfig = SchedulerConfig()
-    patience: Annotated[Integer, Field(ge=0)] = 20
 
 
 # Bases of components, by the methods that have them.
@@ -161,11 +158,7 @@ class TrainConfig(Strict):
         return experts if self.rehearsal is None else (*experts, ("rehearsal", self.rehearsal))
 
     def labels_of(self, data: DataConfig) -> Labels:
-        """Return the labels that are given; else soft ones where a causal model reads free text.
-
-        In free text no token is the one right answer, and hard labels make the merge too sure of
-        itself.
-        """
+        """Return the labels as given; else soft where in free text no token is the right one."""
         free = data.text is not None or data.messages is not None
         return self.labels or ("soft" if free and self.task == "causal-lm" else "hard")
 
@@ -230,6 +223,7 @@ class DistillTraining(LoopConfig):
     batch_size: Count = 16
     learning_rate: Positive = 5e-5
     checkpoint_every: Count = 500
+    patience: Annotated[Integer, Field(ge=0)] = 0
 
 
 class DistillConfig(Strict):

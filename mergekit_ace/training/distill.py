@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.training.config import DistillConfig, DistillTraining
+from mergekit_ace.training.config import DistillConfig
 from mergekit_ace.training.data import SampleReader, load_rows, step_indices
 from mergekit_ace.training.models import (
     check_classes,
@@ -26,7 +25,13 @@ from mergekit_ace.training.models import (
     load_skeleton,
     local_folder,
 )
-from mergekit_ace.training.state import ModuleTraining, TrainingRun
+from mergekit_ace.training.state import (
+    TrainingProgress,
+    TrainingRun,
+    check_finite,
+    last_step,
+    train_module,
+)
 from mergekit_ace.training.tasks import Example, fit_to_model, model_kind
 
 RECORD = "distillation.json"
@@ -47,14 +52,13 @@ def run_distillation(
         if (run.path / RECORD).exists():  # this very run, complete
             return run.path
         distillation = Distillation(config, teacher, student, run)
-        training = train_student(distillation)
-        training.load_best()
+        progress = train_student(distillation)
         loss, agreement = distillation.evaluate("test")
         if run.is_main:
             distillation.student.save_pretrained(run.path)
             if distillation.processor is not None:
                 distillation.processor.save_pretrained(run.path)
-            progress, record = training.progress, {"test_loss": loss, "test_agreement": agreement}
+            record = {"test_loss": loss, "test_agreement": agreement}
             record |= {"kept_step": progress.best_step, "log": progress.log}
             # Last the record, which says that the student is complete.
             write_text(run.path / RECORD, json.dumps(record, indent=1))
@@ -66,32 +70,40 @@ def run_distillation(
 
 # Not by `transformers.Trainer`: its checkpoints are not whole or absent, so that a kill while one
 # is written stops the next start.
-def train_student(distillation: Distillation) -> ModuleTraining:
+def train_student(distillation: Distillation) -> TrainingProgress:
     """Train the student, or go on with it."""
-    settings, run = distillation.config.training, distillation.run
-    student, rate = distillation.student, settings.learning_rate
+    settings, run, student = distillation.config.training, distillation.run, distillation.student
+    rate = settings.learning_rate
     optimizer = torch.optim.AdamW(student.parameters(), rate, weight_decay=WEIGHT_DECAY)
     count, batch = len(distillation.samples["train"]["student"]), run.samples_per_step(settings)
-    training = ModuleTraining("student", run, student, optimizer, settings, -(-count // batch))
-    for step in training.steps(partial(warm_cosine_rate, settings, training.total)):
+    per_epoch = -(-count // batch)
+    total = last_step(settings, per_epoch)
+
+    def take_step(step: int) -> float:
+        optimizer.param_groups[0]["lr"] = warm_cosine_rate(rate, total, step)
         optimizer.zero_grad()
         loss = distillation.backward(step_indices(settings.seed, 0, step, batch, count))
-        training.check_finite("the loss", loss)
+        check_finite("the loss", loss, step)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
-        if training.end_step(loss):
-            validation_loss, agreement = distillation.evaluate("validation")
-            training.keep_best(validation_loss, {"agreement": agreement})
-    return training
+        return loss
+
+    def evaluate() -> tuple[float, dict[str, float]]:
+        loss, agreement = distillation.evaluate("validation")
+        return loss, {"agreement": agreement}
+
+    return train_module(
+        run, "student", student, optimizer, settings, per_epoch, take_step, evaluate
+    )
 
 
-def warm_cosine_rate(training: DistillTraining, total: float, step: int) -> float:
+def warm_cosine_rate(peak: float, total: int, step: int) -> float:
     """Return the learning rate of one step, from 0: linear warm-up, then a cosine to 0."""
     warmup = max(round(WARM_UP * total), 1)
     if step < warmup:
-        return training.learning_rate * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     share = (step - warmup) / max(total - warmup, 1)
-    return training.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+    return peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
 class Distillation:
@@ -106,7 +118,6 @@ class Distillation:
         self.config, self.run, self._kind = config, run, model_kind(config.task)
         model: Any = load_model(teacher, self._kind, config)
         skeleton = load_skeleton(student, self._kind, config)
-        data = fit_to_model(config.data, skeleton)
         processor, self.processor = (
             load_processor([folder], self._kind, config) for folder in (teacher, student)
         )
@@ -122,7 +133,7 @@ class Distillation:
                     "teacher and student have different tokenizers or numbers of logits; let the "
                     "teacher write a `completion` to each prompt, and fine-tune the student on them"
                 )
-        device = run.accelerator.device
+        device, data = run.accelerator.device, fit_to_model(config.data, skeleton)
         self._teacher = SampleReader(model.to(device), self._kind, processor, data)
         self.samples = run.once("data", self._read_data)
         torch.manual_seed(config.training.seed)
@@ -138,9 +149,11 @@ class Distillation:
         splits = {}
         for split, rows in load_rows(self.config.data, training.seed).items():
             encoded = [[kind.encode(dict(row), teacher.data, one) for one in both] for row in rows]
-            rows = rows.select([n for n, pair in enumerate(encoded) if None not in pair])
-            read = teacher.read(rows, split, training.batch_size, quiet=self.run.quiet)
-            own = [pair[1] for pair in encoded if None not in pair] if kind.has_heads else read
+            known = [number for number, pair in enumerate(encoded) if None not in pair]
+            read = teacher.read(
+                rows.select(known), split, training.batch_size, quiet=self.run.quiet
+            )
+            own = [encoded[number][1] for number in known] if kind.has_heads else read
             splits[split] = {"student": own, "teacher": read}
         return splits
 

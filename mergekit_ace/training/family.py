@@ -110,25 +110,30 @@ class Family:
                 f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
             ) from error
 
-    def learner_inputs(self) -> tuple[Tensor, Tensor]:
-        """Return statistics (K, G, F) and relative depths (G,) of the groups of tensors."""
-        statistics = self.models.run.once("statistics", self._measure)
+    @cached_property
+    def depths(self) -> Tensor:
+        """Mean relative depths of the groups of tensors, (G,)."""
         by_name = relative_depths(name for name, _ in self.module.named_parameters())
         depths = torch.tensor([by_name[name] for name in self.stored])
         counts = self.groups.bincount()
-        return statistics, torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
+        return torch.zeros(len(counts)).index_add_(0, self.groups, depths) / counts
+
+    @cached_property
+    def statistics(self) -> Tensor:
+        """What the learner is told of the groups of tensors, (K, G, F)."""
+        return self.models.run.once("statistics", self._measure)
 
     def _measure(self) -> Tensor:
         """Measure weights, task vectors or components; of a refinement always its component."""
         learner, quiet = self.models.config.learner, self.models.run.quiet
-        described, minus_base = self.components or self.experts, False
-        if learner.statistics_of == "weights":
-            described = self.experts + described[len(self.experts) :]
-        else:
-            minus_base = not self.components
+        of_weights = learner.statistics_of == "weights"
+        minus_base = not (of_weights or self.components)
+        described = self.components or self.experts
+        if of_weights:
+            described = self.experts + self.components[len(self.experts) :]
         rows = []
         for weights in tqdm(described, "statistics", unit="expert", disable=quiet):
-            groups: list[list] = [[] for _ in range(int(self.groups.max()) + 1)]
+            groups: list[list] = [[] for _ in self.depths]
             for group, name in zip(self.groups.tolist(), self.stored, strict=True):
                 tensor = weights[name].float()
                 tensor = tensor - self.base[name].float() if minus_base else tensor
@@ -144,11 +149,9 @@ def load_family(models: Models) -> Family:
     module = models.load(models.base)
     names, on_disk = models.merged_names(module), map_folder(models.base)
     stored = stored_names(module, names, on_disk)
-    missing = [name for name, known in stored.items() if not known]
-    if missing:
+    if missing := [name for name, known in stored.items() if not known]:
         raise ConfigError(
-            f"the base model {models.base} has no {missing[0]} on disk; leave such tensors "
-            "out by `exclude`, or use the base that the experts come from"
+            f"the base model {models.base} has no {missing[0]} on disk; leave it out by `exclude`"
         )
     models.check_experts(module)
     # All of them now: mistakes in them show before the first answer.

@@ -18,7 +18,7 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_ace.adapters.read import read_adapters
@@ -33,7 +33,7 @@ from mergekit_ace.files.checkpoints import (
 from mergekit_ace.files.saving import file_states, save_tensors
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
 from mergekit_ace.training.config import TrainConfig
-from mergekit_ace.training.state import TrainingRun
+from mergekit_ace.training.state import TrainingRun, explained_damage
 from mergekit_ace.training.tasks import (
     ImageClassification,
     ModelKind,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
-_TIED = "tie_word_embeddings"  # of a config
 # Files that are downloaded of a model on the Hub.
 _NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
@@ -84,33 +83,38 @@ class Models:
                     f"exclude: {part!r} is part of no name of a parameter that is merged; there "
                     f"are, for example, {', '.join(known[:3])}"
                 )
-        return [name for name in known if not any(part in name for part in exclude)]
+        return [name for name in known if not self._excludes(name)]
+
+    def _excludes(self, name: str) -> bool:
+        return any(part in name for part in self.config.exclude)
 
     def check_experts(self, base: PreTrainedModel) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
-
-        def shapes(model: PreTrainedModel) -> dict[str, Any]:
-            config, heads = model.config.get_text_config(), head_prefixes(model, self.kind)
-            found: dict[str, Any] = {} if heads else {_TIED: getattr(config, _TIED, False)}
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                if not name.startswith(heads):
-                    found[name] = tuple(parameter.shape)
-            return found
-
-        expected, exclude = shapes(base), self.config.exclude
+        expected = self._shapes(base)
         for member, folder in zip(self.config.models, self.experts, strict=True):
             expert = load_skeleton(folder, self.kind, self.config)
-            own = shapes(expert)
+            own = self._shapes(expert)
             for name in (*own, *expected):
-                pair = own.get(name, "missing"), expected.get(name, "missing")
-                if pair[0] != pair[1] and not any(part in name for part in exclude):
+                one, other = own.get(name, "missing"), expected.get(name, "missing")
+                if one != other:
                     raise ConfigError(
-                        f"expert {member.model} and the base model differ in {name}: {pair[0]} "
-                        f"against {pair[1]}; experts must be fine-tuned from the base model, and "
-                        "saved as it is"
+                        f"expert {member.model} and the base model differ in {name}: {one} against "
+                        f"{other}; experts must be fine-tuned from the base model, and saved as it"
                     )
             if self.kind.has_heads:
                 check_classes(expert.config, f"expert {member.model}")
+
+    def _shapes(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return what experts have in common with the base: shapes, and tied embeddings."""
+        heads, tied = head_prefixes(model, self.kind), "tie_word_embeddings"
+        shapes: dict[str, Any] = {
+            name: tuple(parameter.shape)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not name.startswith(heads)
+        }
+        if not heads:
+            shapes[tied] = getattr(model.config.get_text_config(), tied, False)
+        return {name: shapes[name] for name in shapes if not self._excludes(name)}
 
 
 def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> Models:
@@ -246,20 +250,10 @@ def check_classes(config: PreTrainedConfig, reference: str) -> None:
     )
 
 
-def open_tensors(path: str | os.PathLike) -> Any:
-    """Open a safetensors file."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(
-            f"{path} is damaged ({error}); delete it to repeat what it was made for"
-        ) from error
-
-
 def map_file(path: str | os.PathLike) -> dict[str, Tensor]:
     """Map all tensors of a file: read when used, in the system's cache, not in our memory."""
-    with open_tensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with explained_damage(path):
+        return load_file(path)
 
 
 def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output folder and processes of a run, and its checkpoints: each file is whole or not there."""
+"""Output folder and processes of a run, and its training loop: each file is whole or not there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from pydantic import BaseModel
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,6 +30,7 @@ from mergekit_ace.training.config import LoopConfig
 
 # A setting that does not change the result: a run may go on with another.
 _FREE = frozenset({("training", "checkpoint_every")})
+_RECORD = "run.json"  # in the state: what the run reads
 # What makes a folder look as if a run were complete; and the folders that a run makes in it.
 _RESULTS = ("coefficients.safetensors", "distillation.json", "merge.yml", "statistics.json")
 _FOLDERS = ("state", "backbones", "texts", "experts")
@@ -61,17 +63,61 @@ class TrainingRun:
         with lock if run.is_main else nullcontext():
             yield run
 
+    def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
+        """Make the folder this run's, or find that it is already, by all that the run reads.
+
+        A `ConfigError` says that the folder holds something else, or that an input would be
+        written over.
+        """
+        if self.is_main:
+            identity = {
+                "config": config.model_dump(mode="json"),
+                "processes": self.accelerator.num_processes,
+                "files": file_states(inputs),
+            }
+            known = json_or_empty(self.state / _RECORD)
+            changed = differences(known, identity, _FREE)
+            if changed:
+                self._clear(inputs, changed if known else [], overwrite)
+                self.state.mkdir(parents=True, exist_ok=True)
+                write_text(self.state / _RECORD, json.dumps(identity, indent=1))
+        self.accelerator.wait_for_everyone()
+
+    def _clear(self, inputs: Sequence[str], changed: Sequence[str], overwrite: bool) -> None:
+        """Drop what another run has left, where `overwrite` allows it, and nothing else."""
+        results, folders = ([self.path / name for name in names] for names in (_RESULTS, _FOLDERS))
+        for path in inputs:
+            place = Path(path).expanduser().resolve()
+            made = any(place.is_relative_to(folder.resolve()) for folder in folders)
+            if place.exists() and (made or self.path.resolve().is_relative_to(place)):
+                raise ConfigError(
+                    f"{path}, which this run reads, holds {self.path}, or lies where it writes; "
+                    "choose another folder"
+                )
+        left = [self.path / "config.json", *results]
+        left += [path for folder in folders for path in folder.rglob("*") if path.name != _RECORD]
+        left = [path for path in left if path.is_file()]
+        # A run that ended over a mistake before it computed anything has nothing to lose.
+        if left and not overwrite:
+            what = f"{left[0].relative_to(self.path)}, which is not of this run"
+            if changed:
+                what = f"the state of another run; changed since then: {', '.join(changed)}"
+            raise ConfigError(
+                f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
+            )
+        for path in results:  # first what would look as if this run were complete
+            path.unlink(missing_ok=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Return tensors of the state, memory-mapped, that the main process makes once."""
         path = self.state / f"{name}.pt"
         if self.is_main and not path.exists():
             _save(path, make())
         self.accelerator.wait_for_everyone()
-        try:
+        with explained_damage(path):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            said = f"{path} is damaged ({error}); delete it to repeat what it was made for"
-            raise ConfigError(said) from error
 
     def samples_per_step(self, settings: LoopConfig) -> int:
         """Return how many samples a step has, all processes and backward passes together."""
@@ -90,55 +136,6 @@ class TrainingRun:
         total: Any = self.accelerator.reduce(numbers.to(self.accelerator.device), reduction="sum")
         return total.to(numbers.device)
 
-    def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
-        """Make the folder this run's, or find that it is already, by all that the run reads.
-
-        A `ConfigError` says that the folder holds something else, or that an input would be
-        written over.
-        """
-        if self.is_main:
-            out = self.path.resolve()
-            for path in inputs:
-                place = Path(path).expanduser().resolve()
-                made = any(place.is_relative_to(out / name) for name in _FOLDERS)
-                if place.exists() and (made or out.is_relative_to(place)):
-                    raise ConfigError(
-                        f"{path}, which this run reads, holds {self.path}, or lies where it "
-                        "writes; choose another folder"
-                    )
-            identity = {
-                "config": config.model_dump(mode="json"),
-                "processes": self.accelerator.num_processes,
-                "files": file_states(inputs),
-            }
-            self._claim(identity, overwrite)
-        self.accelerator.wait_for_everyone()
-
-    def _claim(self, identity: dict[str, Any], overwrite: bool) -> None:
-        record = self.state / "run.json"
-        known = json_or_empty(record)
-        changed = differences(known, identity, _FREE)
-        if not changed:
-            return
-        # A run that ended over a mistake before it computed anything has nothing to lose.
-        found = [self.path / name for name in ("config.json", *_RESULTS)]
-        for name in _FOLDERS:
-            found += [path for path in (self.path / name).rglob("*") if path != record]
-        found = [path for path in found if path.is_file()]
-        if found and not overwrite:
-            what = f"{found[0].relative_to(self.path)}, which is not of this run"
-            if known:
-                what = f"the state of another run; changed since then: {', '.join(changed)}"
-            raise ConfigError(
-                f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
-            )
-        for name in _RESULTS:  # first what would look as if this run were complete
-            (self.path / name).unlink(missing_ok=True)
-        for name in _FOLDERS:
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        self.state.mkdir(parents=True, exist_ok=True)
-        write_text(record, json.dumps(identity, indent=1))
-
 
 @dataclass
 class TrainingProgress:
@@ -152,85 +149,86 @@ class TrainingProgress:
     log: list[dict[str, Any]] = field(default_factory=list)
 
 
-class ModuleTraining:
-    """A module in training, which goes on from its checkpoint if there is one.
+def last_step(settings: LoopConfig, steps_per_epoch: int) -> int:
+    """Return the number of steps of a training that no lack of improvement ends."""
+    steps = settings.epochs * steps_per_epoch
+    return min(steps, settings.max_steps or steps)
 
-    A loop over `steps` calls, in each step, `check_finite`, the optimizer, `end_step` and, where
-    that returns True, `keep_best`. `total` is the number of steps.
+
+def train_module(
+    run: TrainingRun, name: str, module: nn.Module, optimizer: torch.optim.Optimizer,
+    settings: LoopConfig, steps_per_epoch: int, take_step: Callable[[int], float],
+    evaluate: Callable[[], tuple[float, dict[str, float]]],
+) -> TrainingProgress:  # fmt: skip
+    """Train a module, or go on from its checkpoint; leave it as it was at its best evaluation.
+
+    `take_step` optimises by the samples of a step, and returns their loss. `evaluate` returns the
+    loss on the validation split, and other scores for the log. The start counts, too.
     """
+    checkpoint, best = (run.state / f"{name}{end}.pt" for end in ("", "-best"))
+    total, progress = last_step(settings, steps_per_epoch), TrainingProgress()
 
-    def __init__(
-        self, name: str, run: TrainingRun, module: nn.Module, optimizer: torch.optim.Optimizer,
-        settings: LoopConfig, per_epoch: int,
-    ):  # fmt: skip
-        self._run, self._module, self._optimizer = run, module, optimizer
-        self._checkpoint, self._best = run.state / f"{name}.pt", run.state / f"{name}-best.pt"
-        self._settings = settings
-        self._evaluate_every = settings.evaluate_every or per_epoch
-        self.total = min(settings.epochs * per_epoch, settings.max_steps or math.inf)
-        self.progress = TrainingProgress()
-        if self._checkpoint.exists():
-            state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
-            self._module.load_state_dict(state["module"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["random"])
-            self.progress = TrainingProgress(**state["progress"])
-
-    def steps(self, rate: Callable[[int], float], patience: int = 0) -> Iterator[int]:
-        """Yield the numbers of the steps that are left, and save checkpoints.
-
-        After so many evaluations (`patience`; 0: never) without improvement, training ends.
-        """
-        progress, initial = self.progress, self.progress.step
-        quiet = self._run.quiet
-        with tqdm(desc="steps", total=self.total, initial=initial, disable=quiet) as bar:
-            while not progress.finished:
-                for group in self._optimizer.param_groups:
-                    group["lr"] = rate(progress.step)
-                yield progress.step
-                bar.update()
-                bar.set_postfix(best=f"{progress.best_loss:.4f}")
-                progress.finished = progress.step == self.total or 0 < patience <= progress.waited
-                due = progress.step % self._settings.checkpoint_every == 0 or progress.finished
-                if due and self._run.is_main:
-                    _save(self._checkpoint, {
-                        "module": self._module.state_dict(),
-                        "optimizer": self._optimizer.state_dict(),
-                        "random": torch.get_rng_state(),
-                        "progress": vars(progress),
-                    })  # fmt: skip
-
-    def check_finite(self, what: str, value: float) -> None:
-        """Raise a `ConfigError` where a value of this step, such as its loss, is NaN or Inf."""
-        if not math.isfinite(value):
-            raise ConfigError(
-                f"{what} became {value} in step {self.progress.step}; lower "
-                "training.learning_rate, or look at the data"
-            )
-
-    def end_step(self, loss: float) -> bool:
-        """Log a step; return whether an evaluation is due."""
-        progress, rate = self.progress, self._optimizer.param_groups[0]["lr"]
-        progress.step += 1
-        progress.log.append({"step": progress.step, "loss": loss, "learning_rate": rate})
-        return progress.step % self._evaluate_every == 0 or progress.step == self.total
-
-    def keep_best(self, loss: float, scores: Mapping[str, float]) -> None:
-        """Log an evaluation, and keep the module if it was never better."""
-        progress = self.progress
-        self.check_finite("the loss on the validation split", loss)
+    def keep_best() -> None:
+        loss, scores = evaluate()
+        check_finite("the loss on the validation split", loss, progress.step)
         progress.log.append({"step": progress.step, "validation_loss": loss, **scores})
         progress.waited += 1
         if loss < progress.best_loss:
             progress.best_loss, progress.best_step, progress.waited = loss, progress.step, 0
-            if self._run.is_main:
-                _save(self._best, self._module.state_dict())
+            if run.is_main:
+                _save(best, module.state_dict())
 
-    def load_best(self) -> None:
-        """Put back the module of the best evaluation."""
-        self._run.accelerator.wait_for_everyone()
-        best = torch.load(self._best, map_location="cpu", weights_only=True)
-        self._module.load_state_dict(best)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        progress = TrainingProgress(**state["progress"])
+    else:
+        keep_best()
+    with tqdm(desc="steps", total=total, initial=progress.step, disable=run.quiet) as bar:
+        while not progress.finished:
+            loss = take_step(progress.step)
+            check_finite("the loss", loss, progress.step)
+            progress.step += 1
+            rate = optimizer.param_groups[0]["lr"]
+            progress.log.append({"step": progress.step, "loss": loss, "learning_rate": rate})
+            last = progress.step == total
+            if last or progress.step % (settings.evaluate_every or steps_per_epoch) == 0:
+                keep_best()
+            bar.update()
+            bar.set_postfix(best=f"{progress.best_loss:.4f}")
+            progress.finished = last or 0 < settings.patience <= progress.waited
+            due = progress.finished or progress.step % settings.checkpoint_every == 0
+            if due and run.is_main:
+                _save(checkpoint, {
+                    "module": module.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "random": torch.get_rng_state(),
+                    "progress": vars(progress),
+                })  # fmt: skip
+    run.accelerator.wait_for_everyone()
+    module.load_state_dict(torch.load(best, map_location="cpu", weights_only=True))
+    return progress
+
+
+def check_finite(what: str, value: float, step: int) -> None:
+    """Raise a `ConfigError` where a value of a step, such as its loss, is NaN or Inf."""
+    if not math.isfinite(value):
+        raise ConfigError(
+            f"{what} became {value} in step {step}; lower training.learning_rate, or look at the "
+            "data"
+        )
+
+
+@contextmanager
+def explained_damage(path: str | os.PathLike) -> Iterator[None]:
+    """Raise a `ConfigError` with a remedy where a file that can be made again is damaged."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        said = f"{path} is damaged ({error}); delete it to repeat what it was made for"
+        raise ConfigError(said) from error
 
 
 def _save(path: Path, content: Any) -> None:

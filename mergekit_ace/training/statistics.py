@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar
 import click
 import torch
 from pydantic import Field
+from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import mergekit_ace
@@ -39,17 +39,15 @@ from mergekit_ace.training.models import (
     claim_models,
     load_skeleton,
     map_folder,
-    open_tensors,
     stored_names,
 )
-from mergekit_ace.training.state import TrainingRun
+from mergekit_ace.training.state import TrainingRun, explained_damage
 from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
 OWN_TEXTS = 16  # that an expert without data writes
 _AT_ONCE = 8  # samples whose answers are written at once
 LINEAR, TABLE = (nn.Linear, Conv1D), (nn.Embedding,)
 Modules = dict[str, list[nn.Module]]  # of one kind, by the names of their weights in memory
-Logits = Callable[[Any], Tensor]  # of a sample, (P, C) at its P supervised positions
 
 
 class StatisticsConfig(TrainConfig):
@@ -93,45 +91,87 @@ def measure_statistics(
         return index
 
 
-@torch.no_grad()
 def plan_measurements(models: Models, measures: Sequence[Measure]) -> tuple[MeasuredTensor, ...]:
     """Return what is known of all tensors by the first expert; say what measuring them takes."""
-    config, reader = models.config, load_reader(models, 0)
-    model = reader.model
-    names = models.merged_names(model)
-    linear, tables = (modules_of(model, names, types) for types in (LINEAR, TABLE))
-    rows = read_rows(reader.data, config.training.seed)
-    samples = reader.read(rows.select(range(min(_AT_ONCE, len(rows)))), "first", 1, quiet=True)
-    shared = shared_inputs(linear, partial(reader.logits, samples[:1]))
-    tensors = describe_tensors(model, names, models.experts[0], shared, tables)
-    columns = [_input_size(linear, name) for name in set(shared.values())]
-    covariances = 4 * sum(map(packed_size, columns))
-    covariances += 8 * sum(len(model.get_parameter(name)) for name in tables)
-    fisher = 4 * sum(model.get_parameter(one.name).numel() for one in tensors if one.fisher)
+    reader = load_reader(models, 0)
+    tensors = describe_tensors(models, reader)
+    shapes = {name: parameter.shape for name, parameter in reader.model.named_parameters()}
+    leaders = modules_of(reader.model, {one.inputs for one in tensors if one.inputs}, LINEAR)
+    covariances = 4 * sum(packed_size(_input_size(layers)) for layers in leaders.values())
+    covariances += 8 * sum(shapes[one.name][0] for one in tensors if one.counted)
+    fisher = 4 * sum(shapes[one.name].numel() for one in tensors if one.fisher)
     # Whole matrices are summed up in memory, and half of each is written.
     for kind, disk, memory in (("covariances", covariances, 2), ("fisher", fisher, 1)):
         if kind in measures and not disk:
-            said = f"{config.base_model} has nothing of which {kind} could be measured"
+            said = f"{models.config.base_model} has nothing of which {kind} could be measured"
             raise ConfigError(said)
         if kind in measures and not models.run.quiet:
+            count = len(models.experts)
             click.echo(
-                f"{kind} of {len(config.models)} experts: {len(config.models) * disk / 1e9:.3g} GB "
-                f"on disk, and {memory * disk / 1e9:.3g} GB of memory beside the model"
+                f"{kind} of {count} experts: {count * disk / 1e9:.3g} GB on disk, and "
+                f"{memory * disk / 1e9:.3g} GB of memory beside the model"
             )
     return tensors
 
 
 def load_reader(models: Models, row: int) -> SampleReader:
     """Load an expert, on its device, with its data."""
-    config, run, kind = models.config, models.run, models.kind
+    run, kind, data = models.run, models.kind, models.config.models[row].data
     model: Any = models.load(models.experts[row])
-    model, data = model.to(run.accelerator.device), config.models[row].data
+    model = model.to(run.accelerator.device)
     if data is not None:
         head_modules(model, kind, data, models.base)
     else:
         path = run.path / "texts" / f"{row}.jsonl"
         data = write_own_texts(model, models.processor, OWN_TEXTS, path, quiet=run.quiet)
     return SampleReader(model, kind, models.processor, data)
+
+
+def describe_tensors(models: Models, reader: SampleReader) -> tuple[MeasuredTensor, ...]:
+    """Return all tensors of the first expert, with the names they have in memory and on disk."""
+    model, on_disk = reader.model, map_folder(models.experts[0])
+    merged = models.merged_names(model)
+    tables = modules_of(model, merged, TABLE)
+    rows = read_rows(reader.data, models.config.training.seed)
+    samples = reader.read(rows.select(range(min(_AT_ONCE, len(rows)))), "first", 1, quiet=True)
+    inputs = shared_inputs(reader, samples[0], modules_of(model, merged, LINEAR))
+    parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+    every = dict(model.named_parameters(remove_duplicate=False))
+    tensors = []
+    for name, stored in stored_names(model, parameters, on_disk).items():
+        parameter = parameters[name]
+        same = all(on_disk[one].shape == parameter.shape for one in stored)
+        tied = [other for other in every if every[other] is parameter and other != name]
+        tensors.append(MeasuredTensor(
+            name=name,
+            stored=tuple(dict.fromkeys((*stored, *tied))),
+            inputs=inputs.get(name),
+            counted=name in tables,
+            fisher=name in merged and same,
+        ))  # fmt: skip
+    buffers = (MeasuredTensor(name=name, stored=()) for name, _ in model.named_buffers())
+    return (*tensors, *buffers)
+
+
+@torch.no_grad()
+def shared_inputs(reader: SampleReader, sample: Example, linear: Modules) -> dict[str, str]:
+    """Return the first of the linear layers with the same inputs, by the name of each.
+
+    Layers share their inputs if in every call they are given the very tensor that the one before
+    was given, as queries, keys and values are. Layers that nothing came to share none.
+    """
+    calls: dict[str, list[int]] = {name: [] for name in linear}
+    given: list[Tensor] = []  # kept, so that no other one gets the place of one in memory
+
+    def note(name: str, inputs: Tensor) -> None:
+        if not given or inputs is not given[-1]:
+            given.append(inputs)
+        calls[name].append(len(given))
+
+    with watched(linear, note):
+        reader.logits([sample])
+    first: dict[tuple[int, ...], str] = {}
+    return {n: first.setdefault(tuple(seen), n) if seen else n for n, seen in calls.items()}
 
 
 def measure_expert(
@@ -148,7 +188,8 @@ def measure_expert(
         facts = {"model": expert.model, "task": expert.task}
         facts |= {"samples": len(samples), "tokens": tokens}
         for kind in missing:
-            found = _sum(reader, samples, tensors, kind, models)
+            bar = tqdm(samples, kind, unit="sample", disable=run.quiet)
+            found = _sum(kind, reader, bar, tensors, config.training.seed)
             for name, tensor in found.items():
                 if not tensor.isfinite().all():
                     raise ConfigError(
@@ -156,28 +197,23 @@ def measure_expert(
                         f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
                     )
             save_tensors(files[kind], found, {"measured": kind, "facts": json.dumps(facts)})
-    with open_tensors(next(iter(files.values()))) as opened:
+    file = next(iter(files.values()))
+    with explained_damage(file), safe_open(file, "pt") as opened:
         facts = json.loads(opened.metadata()["facts"])
     names = tuple(file.relative_to(run.path).as_posix() for file in files.values())
     return MeasuredExpert(**facts, files=names)
 
 
 def _sum(
-    reader: SampleReader, samples: Sequence[Example], tensors: Sequence[MeasuredTensor],
-    kind: str, models: Models,
+    kind: str, reader: SampleReader, samples: Iterable[Example],
+    tensors: Sequence[MeasuredTensor], seed: int,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Sum up one kind of statistics, on the CPU where a GPU is full."""
-    model, inputs = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
-    for device in dict.fromkeys((model.device, torch.device("cpu"))):
-        bar = tqdm(samples, kind, unit="sample", disable=models.run.quiet)
-        # One by one: there is no padding to leave out.
-        given = model, ([sample] for sample in bar), reader.logits, device
-        with suppress(*[torch.OutOfMemoryError] * (device.type != "cpu")):
-            if kind == "covariances":
-                return sum_inputs([*inputs], [one.name for one in tensors if one.counted], *given)
-            names = [tensor.name for tensor in tensors if tensor.fisher]
-            return sum_fisher(names, *given, models.config.training.seed)
-    raise AssertionError
+    total = sum_inputs if kind == "covariances" else partial(sum_fisher, seed=seed)
+    if reader.model.device.type != "cpu":
+        with suppress(torch.OutOfMemoryError):
+            return total(reader, samples, tensors, reader.model.device)
+    return total(reader, samples, tensors, torch.device("cpu"))
 
 
 def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:
@@ -191,34 +227,8 @@ def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) 
     return found
 
 
-def _input_size(linear: Modules, name: str) -> int:
-    layer: Any = linear[name][0]
-    return layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
-
-
-def describe_tensors(
-    model: PreTrainedModel, merged: Sequence[str], folder: str, inputs: Mapping[str, str],
-    tables: Modules,
-) -> tuple[MeasuredTensor, ...]:  # fmt: skip
-    """Return all tensors of a model, with the names that they have in memory and on disk."""
-    on_disk = map_folder(folder)
-    parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    tensors = []
-    for name, stored in stored_names(model, parameters, on_disk).items():
-        same = all(on_disk[one].shape == parameters[name].shape for one in stored)
-        tied = [other for other in names[id(parameters[name])] if other != name]
-        tensors.append(MeasuredTensor(
-            name=name,
-            stored=tuple(dict.fromkeys((*stored, *tied))),
-            inputs=inputs.get(name),
-            counted=name in tables,
-            fisher=name in merged and same,
-        ))  # fmt: skip
-    buffers = (MeasuredTensor(name=name, stored=()) for name, _ in model.named_buffers())
-    return (*tensors, *buffers)
+def _input_size(layers: Sequence[Any]) -> int:
+    return layers[0].weight.shape[0 if isinstance(layers[0], Conv1D) else 1]
 
 
 @contextmanager
@@ -236,43 +246,26 @@ def watched(modules: Modules, hook: Callable[[str, Tensor], None]) -> Iterator[N
         yield
 
 
-def shared_inputs(linear: Modules, read: Callable[[], object]) -> dict[str, str]:
-    """Return the first of the linear layers with the same inputs, by the name of each.
-
-    Layers share their inputs if in every call they are given the very tensor that the one before
-    was given, as queries, keys and values are. Layers that nothing came to share none.
-    """
-    calls: dict[str, list[int]] = {name: [] for name in linear}
-    given: list[Tensor] = []  # kept, so that no other one gets the place of one in memory
-
-    def note(name: str, inputs: Tensor) -> None:
-        if not given or inputs is not given[-1]:
-            given.append(inputs)
-        calls[name].append(len(given))
-
-    with watched(linear, note):
-        read()
-    first: dict[tuple[int, ...], str] = {}
-    return {n: first.setdefault(tuple(seen), n) if seen else n for n, seen in calls.items()}
-
-
 @torch.no_grad()
 @full_precision()
 def sum_inputs(
-    leaders: Sequence[str], tables: Sequence[str], model: nn.Module, samples: Iterable[Any],
-    logits: Logits, device: torch.device,
+    reader: SampleReader, samples: Iterable[Example], tensors: Sequence[MeasuredTensor],
+    device: torch.device,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return X_tᵀX_t/n_t of linear layers, packed, and counts of tables, over samples.
 
     `covariance/NAME` is (i (i + 1)/2,) in float32, and `counts/NAME` (n,) in int64, on the CPU. A
     layer that nothing came to has zeros.
     """
-    linear, looked_up = modules_of(model, leaders, LINEAR), modules_of(model, tables, TABLE)
+    model, leaders = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
+    linear = modules_of(model, leaders, LINEAR)
+    tables = modules_of(model, [one.name for one in tensors if one.counted], TABLE)
     rows = dict.fromkeys(leaders, 0)
-    sums = {name: torch.zeros(2 * [_input_size(linear, name)], device=device) for name in linear}
+    sizes = {name: _input_size(layers) for name, layers in linear.items()}
+    sums = {name: torch.zeros(size, size, device=device) for name, size in sizes.items()}
     counts = {
         name: torch.zeros(len(model.get_parameter(name)), dtype=torch.int64, device=device)
-        for name in looked_up
+        for name in tables
     }
 
     def add(name: str, given: Tensor) -> None:
@@ -283,9 +276,9 @@ def sum_inputs(
     def count(name: str, given: Tensor) -> None:
         counts[name] += given.flatten().to(device).bincount(minlength=len(counts[name]))
 
-    with watched(linear, add), watched(looked_up, count):
-        for sample in samples:
-            logits(sample)
+    with watched(linear, add), watched(tables, count):
+        for sample in samples:  # one by one: there is no padding to leave out
+            reader.logits([sample])
     found = {f"counts/{name}": total.cpu() for name, total in counts.items()}
     for name in leaders:
         found[f"covariance/{name}"] = pack(sums.pop(name).div_(max(1, rows[name])).cpu())
@@ -293,7 +286,7 @@ def sum_inputs(
 
 
 def sum_fisher(
-    names: Sequence[str], model: nn.Module, samples: Iterable[Any], logits: Logits,
+    reader: SampleReader, samples: Iterable[Example], tensors: Sequence[MeasuredTensor],
     device: torch.device, seed: int,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the diagonal of the Fisher information of some parameters, a mean over samples.
@@ -302,7 +295,8 @@ def sum_fisher(
     at every supervised position (departure: the paper takes the exact expectation where there are
     few classes). Answers at different positions are independent, so that their squares add up.
     """
-    parameters = {name: model.get_parameter(name).requires_grad_(True) for name in names}
+    model: Any = reader.model
+    parameters = {one.name: model.get_parameter(one.name) for one in tensors if one.fisher}
     sums = {n: torch.zeros(p.shape, device=device) for n, p in parameters.items()}
 
     def add(name: str, parameter: Tensor) -> None:
@@ -316,11 +310,12 @@ def sum_fisher(
         stack.callback(model.requires_grad_, False)
         stack.callback(model.zero_grad)
         for name, parameter in parameters.items():
+            parameter.requires_grad_(True)
             hook = parameter.register_post_accumulate_grad_hook(partial(add, name))
             stack.callback(hook.remove)
         for sample in samples:
             count += 1
-            scores = logits(sample).float().log_softmax(-1)
+            scores = reader.logits([sample]).float().log_softmax(-1)
             drawn = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator)
             scores.gather(-1, drawn.to(scores.device)).sum().backward()
     return {f"fisher/{name}": total.div_(count).cpu() for name, total in sums.items()}

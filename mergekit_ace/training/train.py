@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
-from mergekit.common import ModelReference
 from torch import Tensor
 from torch.distributions import Categorical
 from torch.nn.functional import cross_entropy
@@ -31,23 +29,20 @@ from mergekit_ace.training.config import Labels, LanguageTask, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
 from mergekit_ace.training.models import claim_models, write_statistics_of_batches
-from mergekit_ace.training.state import ModuleTraining, TrainingRun
+from mergekit_ace.training.state import TrainingRun, check_finite, train_module
 from mergekit_ace.training.tasks import attach_head
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Loss and accuracy of a merge on one split.
 
-    Attributes:
-        loss: mean over teachers of the mean loss per position, weighted as in training.
-        accuracy: share of right answers per expert, 0 to 1: against the truth where the data has
-            it, else against the expert's own answers; `rehearsal` likewise for the base's.
+    The loss is the mean over teachers of the mean loss per position, weighted as in training.
+    Accuracies are shares of right answers, 0 to 1, of every teacher, the rehearsal last: against
+    the truth where the data has it, else against the teacher's own answers.
     """
 
     loss: float | None
-    accuracy: tuple[float, ...]
-    rehearsal: float | None = None
+    accuracy: Sequence[float]
 
 
 def run_training(
@@ -57,74 +52,67 @@ def run_training(
     with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
         family = load_family(claim_models(config, run, overwrite=overwrite))
         objective = Objective(family)
-        statistics, depths = family.learner_inputs()
-        learner, log = train_learner(objective, statistics, depths)
-        scores = score_merges(objective, learner(statistics, depths))
-        file = coefficient_file(family, learner, statistics, depths, scores)
+        learner, log = train_learner(objective)
+        coefficients = learner(family.statistics, family.depths)
+        scores = score_merges(objective, coefficients)
+        file = coefficient_file(family, learner, scores)
         if run.is_main:
             write_results(file, family, log)
         run.accelerator.wait_for_everyone()
         return file
 
 
-def train_learner(
-    objective: Objective, statistics: Tensor, depths: Tensor
-) -> tuple[Learner, list[dict[str, Any]]]:
+def train_learner(objective: Objective) -> tuple[Learner, list[dict[str, Any]]]:
     """Train a learner, or go on with one; return it as it was at its best evaluation, and a log.
 
     In each step the learner predicts λ, `Objective` writes the merge for it and returns ∂L/∂λ, and
     Adam carries that back through the learner.
     """
-    config, settings = objective.config, objective.config.training
+    family, config = objective.family, objective.config
+    settings, per_epoch = config.training, objective.steps_per_epoch
     torch.manual_seed(settings.seed)
-    learner = Learner(config.learner, *statistics.shape[:2])
-    learner.standardizer.fit(statistics)
+    learner = Learner(config.learner, *family.statistics.shape[:2])
+    learner.standardizer.fit(family.statistics)
     optimizer = torch.optim.Adam(learner.parameters(), lr=settings.learning_rate, foreach=False)
-    per_epoch = objective.steps_per_epoch
-    training = ModuleTraining("learner", objective.run, learner, optimizer, settings, per_epoch)
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            score = objective.score(learner(statistics, depths), "validation")
-        scores = {"validation_accuracy": fmean(score.accuracy)}
-        if score.rehearsal is not None:
-            scores["validation_rehearsal"] = score.rehearsal
-        assert score.loss is not None
-        training.keep_best(score.loss, scores)
-
-    def rate(step: int) -> float:
-        schedule = settings.scheduler
-        return settings.learning_rate * schedule.gamma ** (step // per_epoch // schedule.step)
-
-    if training.progress.step == 0:
-        evaluate()  # the start counts: training never ends below it
-    for step in training.steps(rate, settings.patience):
-        coefficients = learner(statistics, depths)  # (K, G)
+    def take_step(step: int) -> float:
+        decays = step // per_epoch // settings.scheduler.step
+        rate = settings.learning_rate * settings.scheduler.gamma**decays
+        optimizer.param_groups[0]["lr"] = rate
+        coefficients = learner(family.statistics, family.depths)  # (K, G)
         gradient, losses = objective.gradient(coefficients, step)
-        for teacher, loss in zip(objective.teachers, losses.tolist(), strict=True):
-            training.check_finite(f"the loss on the data of {teacher.name}", loss)
-        training.check_finite("the gradient", float(gradient.abs().sum()))
+        for teacher, loss in zip(family.teachers, losses.tolist(), strict=True):
+            check_finite(f"the loss on the data of {teacher.name}", loss, step)
+        check_finite("the gradient", float(gradient.abs().sum()), step)
         away = coefficients.detach().double() - config.learner.start(len(coefficients))
         gradient += 2 * config.penalty / away.numel() * away  # of penalty times the mean square
         optimizer.zero_grad()
         coefficients.backward(gradient.to(coefficients.dtype))
         optimizer.step()
-        if training.end_step(float(losses @ objective.weights)):
-            evaluate()
-    training.load_best()
-    return learner.eval().requires_grad_(False), training.progress.log
+        return float(losses @ objective.weights)
+
+    @torch.no_grad()
+    def evaluate() -> tuple[Any, dict[str, float]]:
+        loss, shares = objective.score(learner(family.statistics, family.depths), "validation")
+        scores = {"validation_accuracy": fmean(shares[: len(config.models)])}
+        if config.rehearsal is not None:
+            scores["validation_rehearsal"] = shares[-1]
+        return loss, scores
+
+    progress = train_module(
+        family.models.run, "learner", learner, optimizer, settings, per_epoch, take_step, evaluate
+    )
+    return learner.eval().requires_grad_(False), progress.log
 
 
 def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]:
     """Score the learned coefficients beside merges that need no training, on the test split."""
-    config, scores, own = objective.config, {}, []
-    for samples in (teacher.splits["test"] for teacher in objective.teachers):
-        if all("true" in sample for sample in samples):
-            right = _gather(samples, "hard") == _gather(samples, "true")
-            own.append(float(right.double().mean()))
-    if len(own) == len(objective.teachers):  # all true labels are known
-        rehearsal = None if config.rehearsal is None else own.pop()
-        scores["each expert on its own"] = Score(None, tuple(own), rehearsal)
+    config, scores = objective.config, {}
+    tests = [teacher.splits["test"] for teacher in objective.family.teachers]
+    if all("true" in sample for samples in tests for sample in samples):
+        right = [_gather(samples, "hard") == _gather(samples, "true") for samples in tests]
+        own = [float(answers.double().mean()) for answers in right]
+        scores["each expert on its own"] = Score(None, own)
     if config.options is None:
         plain, value = "uniform (mean of the experts)", 1 / len(coefficients)
         learned = "AdaMerging" if config.loss == "entropy" else "StatsMerging"
@@ -146,70 +134,68 @@ class Objective:
     """
 
     def __init__(self, family: Family):
-        models, self.teachers = family.models, family.teachers
-        self.config, self.run = models.config, models.run
-        self._groups, self._kind, self._module = family.groups, models.kind, family.module
-        versions, components = family.components or family.experts, bool(family.components)
-        names = list(family.stored)
+        self.family, self.config = family, family.models.config
+        self._run, settings = family.models.run, self.config.training
+        components = family.components
         self._merged = MergedModel(
-            family.module, family.base, versions, names, components=components
-        )
-        self._batch = self.run.samples_per_step(self.config.training)
-        weights = torch.ones(len(self.teachers), dtype=torch.float64)
+            family.module, family.base, components or family.experts, list(family.stored),
+            components=bool(components),
+        )  # fmt: skip
+        self._batch = self._run.samples_per_step(settings)
+        weights = torch.ones(len(family.teachers), dtype=torch.float64)
         if self.config.rehearsal is not None:
-            weights[-1] = self.config.training.rehearsal_weight * (len(weights) - 1)
+            weights[-1] = settings.rehearsal_weight * (len(weights) - 1)
         self.weights = weights / weights.sum()
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps after which the largest data set has been seen once."""
-        return -(-max(len(teacher.splits["train"]) for teacher in self.teachers) // self._batch)
+        largest = max(len(teacher.splits["train"]) for teacher in self.family.teachers)
+        return -(-largest // self._batch)
 
     def gradient(self, coefficients: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return ∂L/∂λ, (K, G), and the teachers' losses, (T,), of one step.
 
         A teacher's loss is the mean over supervised positions; L is their weighted mean.
         """
-        self._merged.write(coefficients[:, self._groups])
+        groups, settings = self.family.groups, self.config.training
+        self._merged.write(coefficients[:, groups])
         self._merged.products.zero_()
-        settings = self.config.training
-        losses = torch.zeros(len(self.teachers), dtype=torch.float64)
-        for row, (weight, teacher) in enumerate(zip(self.weights, self.teachers, strict=True)):
+        losses = torch.zeros_like(self.weights)
+        for row, teacher in enumerate(self.family.teachers):
             examples = teacher.splits["train"]
             indices = step_indices(settings.seed, row, step, self._batch, len(examples))
             positions = sum(len(examples[index]["hard"]) for index in indices)
-            for part in self.run.share(indices, settings.batch_size):
+            for part in self._run.share(indices, settings.batch_size):
                 loss, _ = self._loss(teacher, [examples[index] for index in part])
                 loss = loss / positions
-                (float(weight) * loss).backward()
+                (float(self.weights[row]) * loss).backward()
                 losses[row] += loss.detach().double().cpu()
         gradient = torch.zeros(coefficients.shape, dtype=torch.float64)
-        gradient.index_add_(1, self._groups, self.run.sum(self._merged.products))
-        return gradient, self.run.sum(losses)
+        gradient.index_add_(1, groups, self._run.sum(self._merged.products))
+        return gradient, self._run.sum(losses)
 
     @torch.no_grad()
     def score(self, coefficients: Tensor, split: str) -> Score:
         """Return the score of the merge for λ per group, (K, G), on a split of all data."""
-        self._merged.write(coefficients[:, self._groups])
-        sums = torch.zeros(len(self.teachers), 3, dtype=torch.float64)  # loss, right, positions
-        for row, teacher in enumerate(self.teachers):
+        self._merged.write(coefficients[:, self.family.groups])
+        sums = torch.zeros(len(self.weights), 3, dtype=torch.float64)  # loss, right, positions
+        for row, teacher in enumerate(self.family.teachers):
             examples = teacher.splits[split]
-            for part in self.run.share(range(len(examples)), self.config.training.batch_size):
+            for part in self._run.share(range(len(examples)), self.config.training.batch_size):
                 samples = [examples[index] for index in part]
                 loss, answers = self._loss(teacher, samples)
                 wanted = torch.cat([sample.get("true", sample["hard"]) for sample in samples])
                 right = int((answers.cpu() == wanted).sum())
                 sums[row] += torch.tensor([float(loss), right, len(wanted)])
-        losses, right, positions = self.run.sum(sums).unbind(1)
-        shares = (right / positions).tolist()
-        rehearsal = None if self.config.rehearsal is None else shares.pop()
-        return Score(float(losses / positions @ self.weights), tuple(shares), rehearsal)
+        losses, right, positions = self._run.sum(sums).unbind(1)
+        return Score(float(losses / positions @ self.weights), (right / positions).tolist())
 
     def _loss(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the merge on some samples, and its answers, (P,)."""
-        attach_head(self._module, teacher.head)
-        with self.run.accelerator.autocast():
-            logits = self._kind.answer(self._module, samples)
+        attach_head(self.family.module, teacher.head)
+        with self._run.accelerator.autocast():
+            logits = self.family.models.kind.answer(self.family.module, samples)
         if self.config.loss == "entropy":
             entropies = Categorical(logits=logits.float(), validate_args=False).entropy()
             return entropies.sum(), logits.argmax(-1)
@@ -248,14 +234,13 @@ def _log_rest(log_probabilities: Tensor) -> Tensor:
 
 
 def coefficient_file(
-    family: Family, learner: Learner, statistics: Tensor, depths: Tensor,
-    scores: Mapping[str, Score],
-) -> CoefficientFile:  # fmt: skip
+    family: Family, learner: Learner, scores: Mapping[str, Score]
+) -> CoefficientFile:
     """Return the result, expanded from groups to tensors."""
-    config, groups, models = family.models.config, family.groups, family.models
+    config, groups = family.models.config, family.groups
     stored, frozen = _names_on_disk(family)
     experts = []
-    for one, folder in zip(config.models, map(Path, models.experts), strict=True):
+    for one, folder in zip(config.models, map(Path, family.models.experts), strict=True):
         # The folder of a model in the Hub's cache is called after its commit.
         revision = folder.name if folder.parent.name == "snapshots" else None
         experts.append(Expert(task=one.task, model=one.model, revision=revision))
@@ -269,9 +254,10 @@ def coefficient_file(
         parameters={} if config.options is None else config.options.model_dump(exclude={"scale"}),
         learner=config.learner,
         config=config.model_dump(mode="json"),
-        scores={name: asdict(score) for name, score in scores.items()},
+        scores={name: score._asdict() for name, score in scores.items()},
         package=mergekit_ace.__version__,
     )
+    statistics, depths = family.statistics, family.depths
     return CoefficientFile(
         contents, learner(statistics, depths)[:, groups], statistics[:, groups], depths[groups],
         learner.state_dict(), groups,
@@ -297,7 +283,7 @@ def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[st
 def write_results(file: CoefficientFile, family: Family, log: Sequence[Mapping[str, Any]]) -> None:
     """Write the output folder; the coefficients last, so that they mean it is complete."""
     config, run = family.models.config, family.models.run
-    table = scores_table(file, [len(teacher.splits["test"]) for teacher in family.teachers])
+    table = scores_table(file.contents, [len(one.splits["test"]) for one in family.teachers])
     write_text(run.path / "scores.md", table + "\n")
     write_text(run.path / "training.jsonl", "".join(json.dumps(line) + "\n" for line in log))
     if family.models.kind.has_heads:
@@ -312,22 +298,19 @@ def write_results(file: CoefficientFile, family: Family, log: Sequence[Mapping[s
         print(f"\n{table}\n\nmergekit-yaml {run.path / 'merge.yml'} OUTPUT_FOLDER")
 
 
-def scores_table(file: CoefficientFile, samples: Sequence[int]) -> str:
+def scores_table(contents: Contents, samples: Sequence[int]) -> str:
     """Return a Markdown table: mean accuracy of the experts' tasks, each one's, the loss.
 
     `samples` are how many each task is scored on; one number more for a rehearsal.
     """
-    names = [*map(markdown_text, short_names([one.task for one in file.contents.experts]))]
-    own = samples[: len(names)]
-    rehearsal = len(samples) > len(own)
-    names += ["rehearsal"] * rehearsal
+    tasks, count = [one.task for one in contents.experts], len(contents.experts)
+    names = [*map(markdown_text, short_names(tasks)), "rehearsal"][: len(samples)]
     rows = [
         ["accuracy on the test split", "mean", *names, "loss"],
-        ["samples", str(sum(own)), *map(str, samples), ""],
+        ["samples", str(sum(samples[:count])), *map(str, samples), ""],
     ]
-    for name, score in file.contents.scores.items():
-        shares = [fmean(score["accuracy"]), *score["accuracy"]]
-        shares += [score["rehearsal"]] * rehearsal
+    for name, score in contents.scores.items():
+        shares = [fmean(score["accuracy"][:count]), *score["accuracy"]]
         loss = "–" if score["loss"] is None else f"{score['loss']:.4f}"
         rows.append([name, *(f"{share:.3f}" for share in shares), loss])
     return markdown_table(rows)
@@ -364,11 +347,8 @@ def _models_to_merge(family: Family) -> list[Any]:
         parts = (one.split("+") for one in named)
         return ["+".join(os.path.abspath(p) if os.path.isdir(p) else p for p in one)
                 for one in parts]  # fmt: skip
-    base, *experts = (str(folder.resolve()) for folder in family.models.backbones)
-    inferred = [
-        ModelReference.model_validate(folder)
-        .model_copy(update={"override_architecture": "Inferred"})
-        .model_dump(exclude_none=True)
-        for folder in (base, *experts)
+    base, *experts = [
+        {"model": {"path": str(folder.resolve())}, "override_architecture": "Inferred"}
+        for folder in family.models.backbones
     ]
-    return [inferred[0] if lacks_embeddings(family.module) else base, *inferred[1:]]
+    return [base if lacks_embeddings(family.module) else base["model"]["path"], *experts]
