@@ -13,10 +13,9 @@ from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Nu
 from mergekit_ace.methods.coefficients import Basis, Granularity
 
 Task = Literal[
-    "causal-lm", "seq2seq-lm", "sequence-classification", "image-classification",
+    "causal-lm", "sequence-classification", "image-classification",
     "zero-shot-image-classification",
 ]  # fmt: skip
-LanguageTask = ("causal-lm", "seq2seq-lm")
 Labels = Literal["hard", "soft", "true"]
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[Integer, Field(ge=1)]
@@ -26,7 +25,6 @@ _PURPOSES = ("text", "text_pair", "prompt", "completion", "messages", "image", "
 # The columns that models of a task read; of other tasks `image`.
 _COLUMNS = {
     "causal-lm": ("messages", "prompt", "text"),
-    "seq2seq-lm": ("prompt",),
     "sequence-classification": ("text",),
 }
 
@@ -167,7 +165,7 @@ class TrainConfig(Strict):
         """Penalty as given; else 3 where only it holds what no sample of a language model asks."""
         if self.training.penalty is not None:
             return self.training.penalty
-        alone = self.task in LanguageTask and self.rehearsal is None
+        alone = self.task == "causal-lm" and self.rehearsal is None
         return 3.0 if alone and self.options is not None else 0.0
 
     @property
@@ -187,7 +185,7 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        classifier, tasks = self.task not in LanguageTask, [one.task for one in self.models]
+        classifier, tasks = self.task != "causal-lm", [one.task for one in self.models]
         twice = max(tasks, key=tasks.count)
         others = COMPONENTS & self.model_fields_set - {self.basis}
         scaled = self.options is not None and "scale" in self.options.model_fields_set
@@ -202,7 +200,7 @@ class TrainConfig(Strict):
             (tasks.count(twice) > 1, f"two experts are called {twice!r}: give each its own `task`"),
         ]
         for expert in self.models:
-            needed = expert.data is None and (self.needs_data or self.task != "causal-lm")
+            needed = expert.data is None and (self.needs_data or classifier)
             mistakes.append((needed, f"{expert.task} has no data: add samples of what it is for"))
         for name, data in self.sources:
             data.check_task(self.task, f"the data of {name}")

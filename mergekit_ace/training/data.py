@@ -6,7 +6,7 @@ from __future__ import annotations
 import glob
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, TrainConfig
-from mergekit_ace.training.tasks import Example, ModelKind, fit_to_model
+from mergekit_ace.training.tasks import CausalLanguageModel, Example, ModelKind, fit_to_model
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,29 +34,30 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
 
     What is held out asks nothing that the rest asks: rows with the same texts stay together.
     """
-    data = read_rows(config, seed)
-    purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in config.columns]
-    columns = [data[config.columns[purpose]] for purpose in purposes]
-    contents = [str(row) for row in zip(*columns or [range(len(data))], strict=True)]
-    # Contents are held out from the end; the commonest stand first, and are trained on.
-    left, splits = dict(Counter(contents).most_common()), {}
-    for split, named, parts in (
-        ("test", config.test_split, 10),
-        ("validation", config.validation_split, 9),
-    ):
-        if named is not None:
-            splits[split] = _draw(_read(config, named), config.held_out, seed)
-            continue
-        count = min(max(len(left) // parts, 1), len(left))
-        chosen = {left.popitem()[0] for _ in range(count)}
-        splits[split] = data.select([n for n, own in enumerate(contents) if own in chosen])
-    splits["train"] = data.select([n for n, own in enumerate(contents) if own in left])
-    if not all(len(rows) for rows in splits.values()):
+    data, columns = read_rows(config, seed), config.columns
+    purposes = [n for n in ("text", "text_pair", "prompt", "messages") if n in columns]
+    asked = [data[columns[purpose]] for purpose in purposes] or [range(len(data))]
+    contents = [str(row) for row in zip(*asked, strict=True)]
+    left = [*dict(Counter(contents).most_common())]  # held out from the end; the commonest never
+
+    def rows_of(chosen: Set[str]) -> Dataset:
+        return data.select([number for number, own in enumerate(contents) if own in chosen])
+
+    def held_out(split: str | None, parts: int) -> Dataset:
+        if split is not None:
+            return _draw(_read(config, split), config.held_out, seed)
+        count = max(len(left) // parts, 1)
+        chosen, left[-count:] = {*left[-count:]}, []
+        return rows_of(chosen)
+
+    test, validation = held_out(config.test_split, 10), held_out(config.validation_split, 9)
+    splits = {"train": rows_of({*left}), "validation": validation, "test": test}
+    if not all(map(len, splits.values())):
         raise ConfigError(
-            f"data {config.path} has too few different rows to hold some out for validation and "
-            "test; give more, or name its validation_split and test_split"
+            f"data {config.path} has too few different rows to hold some out; give more, or name "
+            "its validation_split and test_split"
         )
-    return {split: splits[split] for split in ("train", "validation", "test")}
+    return splits
 
 
 def read_rows(config: DataConfig, seed: int) -> Dataset:
@@ -79,10 +80,7 @@ def _read(config: DataConfig, split: str) -> Dataset:
         raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(READERS)}")
     saved = [(path / name).is_file() for name in ("state.json", "dataset_dict.json")]
     if (reader or saved[0]) and split != config.split:
-        raise ConfigError(
-            f"{whose} is one split; leave out validation_split and test_split, and a tenth each is "
-            "held out"
-        )
+        raise ConfigError(f"{whose} is one split; leave out validation_split and test_split")
     try:
         if reader is not None:
             data = load_dataset(reader, data_files=glob.escape(str(path)), split="train")
@@ -116,15 +114,15 @@ class SampleReader:
         """
         data, kind, limit = self.data, self.kind, self.data.max_length
         longer = data.model_copy(update={"max_length": limit + 1})
-        encoded = [kind.encode(dict(row), data, self.processor) for row in rows]
-        full = [row for row, one in zip(rows, encoded, strict=True) if _length(one) == limit]
-        cut = sum(_length(kind.encode(dict(row), longer, self.processor)) > limit for row in full)
-        samples = [sample for sample in encoded if sample is not None]
+        encoded = [(row, kind.encode(dict(row), data, self.processor)) for row in rows]
+        samples = [sample for _, sample in encoded if sample is not None]
         if not samples:
             raise ConfigError(
                 f"data {data.path}: no {split} sample has anything to predict within max_length: "
                 f"{limit}"
             )
+        full = [row for row, sample in encoded if _length(sample) == limit]
+        cut = sum(_length(kind.encode(dict(row), longer, self.processor)) > limit for row in full)
         lost = len(rows) - len(samples)
         if cut or lost:
             LOG.warning(
@@ -134,7 +132,7 @@ class SampleReader:
         if "input_ids" in samples[0]:
             known = len(self.model.get_input_embeddings().weight)
             check_tokens(samples, data, self.model.name_or_path, known)
-        if not kind.writes:
+        if not isinstance(kind, CausalLanguageModel):
             return samples
         lacking = [sample for sample in samples if "true" not in sample]
         complete = [sample for sample in samples if "true" in sample]
@@ -157,13 +155,12 @@ class SampleReader:
 
 
 def _length(sample: Example | None) -> int:
-    return max(len((sample or {}).get(name, ())) for name in ("input_ids", "target_ids"))
+    return len((sample or {}).get("input_ids", ()))
 
 
 def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known: int) -> None:
     """Raise a `ConfigError` for tokens beyond the `known` embeddings of a model."""
-    texts = [s[name] for name in ("input_ids", "target_ids") for s in samples if name in s]
-    largest = max((int(ids.max()) for ids in texts if len(ids)), default=-1)
+    largest = int(torch.cat([sample["input_ids"] for sample in samples]).max())
     if largest >= known:
         raise ConfigError(
             f"data {data.path}: the tokenizer has the token number {largest}, but {model} has only "
@@ -182,7 +179,7 @@ def answer_data(
     they are `soft_values` and `soft_indices`, (P, k), too: the `top_k` highest log-probabilities
     and their classes, in descending order.
     """
-    size, splits, path, classes = config.training.batch_size, {}, teacher.data.path, 0
+    size, path, splits = config.training.batch_size, teacher.data.path, {}
     for split, unlabelled in rows.items():
         samples = splits[split] = teacher.read(unlabelled, split, size, quiet=quiet)
         starts = range(0, len(samples), size)
@@ -197,15 +194,14 @@ def answer_data(
             for key, answer in answers.items():
                 for sample, own in zip(part, answer.cpu().split(counts), strict=True):
                     sample[key] = own.clone()
-        true = [sample["true"] for sample in samples if "true" in sample]
-        outside = [int(t.max()) for t in true if not 0 <= int(t.min()) <= int(t.max()) < classes]
-        if outside:
-            raise ConfigError(
-                f"data {path} has the label {outside[0]}, but its expert knows only the classes 0 "
-                f"to {classes - 1}"
-            )
-        if config.labels == "true" and len(true) < len(samples):
-            raise ConfigError(f"labels: true, but data {path} lacks some answers")
+            true = [sample["true"] for sample in part if "true" in sample]
+            if config.labels == "true" and len(true) < len(part):
+                raise ConfigError(f"labels: true, but data {path} lacks some answers")
+            for outside in (one for one in true if one.min() < 0 or one.max() >= classes):
+                raise ConfigError(
+                    f"data {path} has the label {int(outside.max())}, but its expert knows only "
+                    f"the classes 0 to {classes - 1}"
+                )
     return splits
 
 

@@ -184,7 +184,7 @@ def measure_expert(
         reader = load_reader(models, row)
         rows = read_rows(reader.data, config.training.seed)
         samples = reader.read(rows, reader.data.split, _AT_ONCE, quiet=run.quiet)
-        tokens = sum(len(s.get(n, ())) for s in samples for n in ("input_ids", "target_ids"))
+        tokens = sum(len(sample.get("input_ids", ())) for sample in samples)
         facts = {"model": expert.model, "task": expert.task}
         facts |= {"samples": len(samples), "tokens": tokens}
         for kind in missing:

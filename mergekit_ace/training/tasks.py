@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -33,7 +33,7 @@ _AT_ONCE = 16  # such texts that are written at once
 _TOKENS = {"cpu": 2048, "cuda": 16384}  # of a batch, with padding
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _TEXT_INPUTS = ("input_ids", "token_type_ids")
-_PADDED = (*_TEXT_INPUTS, "target_ids", "supervised")
+_PADDED = (*_TEXT_INPUTS, "supervised")
 
 
 def longest_input(model: PreTrainedModel) -> int | None:
@@ -66,18 +66,13 @@ class ModelKind:
     """Models of one task: how they are loaded, read rows, and answer."""
 
     auto_class: str  # of transformers
-    has_heads = False  # whether experts have heads of their own
-    writes = False  # whether experts write the answers that rows lack
+    has_heads = True  # classifiers, each with a head of its own
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         """Return a row as a sample, with `true` where there is an answer; None if it has nothing.
 
-        Of language models: `input_ids` (n,), and `supervised` (n,), or (m,) for `target_ids`.
+        Of language models it has `input_ids` (n,), and `supervised` (n,).
         """
-        raise NotImplementedError
-
-    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
-        """Return a prompt with its answer as a sample."""
         raise NotImplementedError
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
@@ -95,46 +90,16 @@ class ModelKind:
         columns["attention_mask"] = [torch.ones_like(ids) for ids in columns["input_ids"]]
         return {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
 
-    @torch.no_grad()
-    def complete(
-        self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any
-    ) -> list[Example]:
-        """Let the teacher write the answers, greedily, each up to and with its first end token."""
-        known = [sample["input_ids"] for sample in samples]
-        both = model.config.is_encoder_decoder
-        # Of decoders flush right, so that writing starts at one column.
-        ids, mask = (
-            pad_sequence(rows, batch_first=True, padding_side="right" if both else "left")
-            for rows in (known, [*map(torch.ones_like, known)])
-        )
-        read = 1 if both else ids.shape[1]  # the start token, or the prompt
-        written = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=min(data.max_new_tokens, (longest_input(model) or math.inf) - read),
-            num_beams=1,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,  # it is masked
-        ).cpu()
-        ends = model.generation_config.eos_token_id
-        ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
-        completed = []
-        for prompt, answer in zip(known, written[:, read:], strict=True):
-            stops = torch.isin(answer, ends).nonzero()
-            answer = answer[: int(stops[0]) + 1] if len(stops) else answer
-            completed.append(self.answered(prompt, answer))
-        return completed
-
 
 class CausalLanguageModel(ModelKind):
     """Decoder; supervised at the tokens of a text, of a completion, or of a chat's last answer."""
 
     auto_class = "AutoModelForCausalLM"
-    writes = True
+    has_heads = False
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         prompt, answer = _prompt_and_answer(row, data, processor)
-        sample = self.answered(torch.tensor(prompt), torch.tensor(answer or [], dtype=torch.long))
+        sample = _answered(torch.tensor(prompt), torch.tensor(answer or [], dtype=torch.long))
         if answer is None:  # a prompt that fills max_length leaves no room for an answer
             return sample if len(prompt) < data.max_length else None
         sample = {n: tensor[: data.max_length].clone() for n, tensor in sample.items()}
@@ -142,22 +107,51 @@ class CausalLanguageModel(ModelKind):
         true = sample["input_ids"][sample["supervised"]]
         return sample | {"true": true} if len(true) else None
 
-    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
-        ids = torch.cat((prompt.long(), answer))
-        return {"input_ids": ids, "supervised": torch.arange(len(ids)) >= len(prompt)}
-
     def logits(self, model: Any, batch: Batch) -> Tensor:
         ids, mask = batch["input_ids"], batch["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         return logits[:, :-1][batch["supervised"][:, 1:]]
 
+    @torch.no_grad()
+    def complete(
+        self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any
+    ) -> list[Example]:
+        """Let the teacher write the answers, greedily, each up to and with its first end token."""
+        prompts = [sample["input_ids"] for sample in samples]
+        ids, mask = (  # flush right, so that writing starts at one column
+            pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+            for rows in (prompts, [*map(torch.ones_like, prompts)])
+        )
+        longest, read = longest_input(model) or math.inf, ids.shape[1]
+        written = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=min(data.max_new_tokens, longest - read),
+            num_beams=1,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,  # it is masked
+        )
+        ends = model.generation_config.eos_token_id
+        ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
+        completed = []
+        for prompt, answer in zip(prompts, written[:, read:].cpu(), strict=True):
+            stops = torch.isin(answer, ends).nonzero()
+            answer = answer[: int(stops[0]) + 1] if len(stops) else answer
+            completed.append(_answered(prompt, answer))
+        return completed
+
+
+def _answered(prompt: Tensor, answer: Tensor) -> Example:
+    """Return a prompt with its answer as a sample."""
+    ids = torch.cat((prompt.long(), answer))
+    return {"input_ids": ids, "supervised": torch.arange(len(ids)) >= len(prompt)}
+
 
 def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
     text = row[data.columns[purpose]]
     if not isinstance(text, str):
-        raise ConfigError(
-            f"data {data.path}: column {data.columns[purpose]} holds {text!r} instead of text"
-        )
+        column = data.columns[purpose]
+        raise ConfigError(f"data {data.path}: column {column} holds {text!r} instead of text")
     return text
 
 
@@ -212,37 +206,9 @@ def _chat(messages: Any, whose: str, tokenizer: Any) -> tuple[list[int], list[in
     )
 
 
-class Seq2SeqLanguageModel(ModelKind):
-    """Encoder with decoder; supervised at every token of the target."""
-
-    auto_class = "AutoModelForSeq2SeqLM"
-    writes = True
-
-    def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
-        cut = {"truncation": True, "max_length": data.max_length}
-        source = torch.tensor(processor(_text_of(row, data, "prompt"), **cut)["input_ids"])
-        if data.completion is None:
-            return {"input_ids": source}
-        target = processor(text_target=_text_of(row, data, "completion"), **cut)
-        true = torch.tensor(target["input_ids"])
-        return self.answered(source, true) | {"true": true} if len(true) else None
-
-    def answered(self, prompt: Tensor, answer: Tensor) -> Example:
-        everything = torch.ones_like(answer, dtype=torch.bool)
-        return {"input_ids": prompt, "target_ids": answer, "supervised": everything}
-
-    def logits(self, model: Any, batch: Batch) -> Tensor:
-        targets, start = batch["target_ids"], model.config.decoder_start_token_id
-        shifted = torch.cat((torch.full_like(targets[:, :1], start), targets[:, :-1]), dim=1)
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
-        return logits[batch["supervised"]]
-
-
 class SequenceClassification(ModelKind):
     """Classifier of texts, or of pairs of them; each expert keeps its own head."""
 
-    has_heads = True
     auto_class = "AutoModelForSequenceClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
@@ -276,7 +242,6 @@ def _truth(row: dict[str, Any], data: DataConfig) -> Example:
 class ImageClassification(ModelKind):
     """Classifier of images, or of pixel values (channels, height, width) as they are."""
 
-    has_heads = True
     auto_class = "AutoModelForImageClassification"
 
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example:
@@ -308,11 +273,13 @@ class ZeroShotImageClassification(ImageClassification):
 
 def model_kind(task: Task) -> ModelKind:
     """Return how models are used for `task`."""
-    kinds = (
-        CausalLanguageModel, Seq2SeqLanguageModel, SequenceClassification, ImageClassification,
-        ZeroShotImageClassification,
-    )  # fmt: skip
-    return dict(zip(get_args(Task), kinds, strict=True))[task]()
+    kinds: dict[Task, type[ModelKind]] = {
+        "causal-lm": CausalLanguageModel,
+        "sequence-classification": SequenceClassification,
+        "image-classification": ImageClassification,
+        "zero-shot-image-classification": ZeroShotImageClassification,
+    }
+    return kinds[task]()
 
 
 def head_prefixes(model: PreTrainedModel, kind: ModelKind) -> tuple[str, ...]:

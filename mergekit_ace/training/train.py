@@ -25,7 +25,7 @@ from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.methods.lookup import METHODS_OF_BASES
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.card import markdown_table, markdown_text
-from mergekit_ace.training.config import Labels, LanguageTask, TrainConfig
+from mergekit_ace.training.config import Labels, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
 from mergekit_ace.training.models import claim_models, write_statistics_of_batches
@@ -328,7 +328,7 @@ def merge_config(family: Family, file: CoefficientFile, path: Path) -> dict[str,
     stored = str(next(iter(family.base.values())).dtype).removeprefix("torch.")
     if stored != "float32":
         config["out_dtype"] = stored
-    if family.models.config.task in LanguageTask:
+    if not family.models.kind.has_heads:
         config["tokenizer"] = {"source": "base"}
     config["models"] = [
         {"model": model, "parameters": {"task": one.task}}

@@ -27,8 +27,6 @@ from transformers import (
     ResNetConfig,
     ResNetForImageClassification,
     ResNetModel,
-    T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
@@ -187,23 +185,6 @@ def resnet_family(folder: Path, **settings) -> dict:
     tuned = _classifiers(kind, config, base, (3, 4), seed=80, scale=0.05)
     experts = [seen_batches(expert, seed=80 + k) for k, expert in enumerate(tuned)]
     return _image_family(folder, base, experts, settings)
-
-
-def t5_family(folder: Path, completion: str | None, **settings) -> dict:
-    """Encoders with decoders, with or without given targets."""
-    torch.manual_seed(0)
-    base = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
-            feed_forward_proj="gated-gelu",  # the T5 that mergekit knows
-            tie_word_embeddings=False, decoder_start_token_id=0, pad_token_id=0, eos_token_id=3,
-        )
-    )  # fmt: skip
-    return _family(
-        folder, "seq2seq-lm", base, _tuned(base, 50),
-        lambda rng, _: {"q": sentence(rng), "a": sentence(rng)},
-        {"prompt": "q", "completion": completion, "max_new_tokens": 5}, tokenizer(), **settings,
-    )  # fmt: skip
 
 
 def image_distillation(folder: Path) -> tuple[dict, dict]:

@@ -17,7 +17,6 @@ from families import (
     llama_family,
     merge_of,
     mixtral_family,
-    t5_family,
     tensors,
     train,
     vit_family,
@@ -37,7 +36,6 @@ FAMILIES = {
     "gpt2": gpt2_family,
     "bert": bert_family,
     "vit": vit_family,
-    "t5": lambda folder: t5_family(folder / "t5", "a"),
     "mixtral": mixtral_family,
 }
 
@@ -61,7 +59,6 @@ def weights(folder: str | Path, kind: str) -> dict[str, torch.Tensor]:
         ("gpt2", "ace_plus", {}),
         ("bert", "ace_relative", {}),
         ("vit", "ace", REFINED),
-        ("t5", "ace_relative", {}),
         ("mixtral", "ace", REFINED),
         ("mixtral", "task_vector", {}),
     ],

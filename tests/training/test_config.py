@@ -59,7 +59,6 @@ WRONG = [
     ({"models.1.task": "org/math"}, "two experts are called 'org/math'"),
     ({"models.1.data": None}, "org/code has no data: add samples of what it is for"),
     ({"task": "image-classification"}, "needs the column image"),
-    ({"task": "seq2seq-lm"}, "data of org/code needs the column prompt"),
     ({"task": "masked-lm"}, "causal-lm"),
     ({"labels": "true"}, "needs the `completion` column of org/math"),
     ({**CLASSES, "labels": "true"}, "needs the `label` column of m"),

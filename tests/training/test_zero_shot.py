@@ -105,8 +105,8 @@ def test_a_head_needs_a_whole_clip(trained):
 
 def test_prompts_and_the_task_go_together(trained):
     config = trained[0]
-    with pytest.raises(ValidationError, match="no other task takes them"):
+    with pytest.raises(ValidationError, match="`prompts` belong to task: zero-shot"):
         parsed({**config, "task": "image-classification"})
     data = {n: v for n, v in config["models"][0]["data"].items() if n != "prompts"}
-    with pytest.raises(ValidationError, match="`prompts` of the classes are what"):
+    with pytest.raises(ValidationError, match="`prompts` belong to task: zero-shot"):
         parsed({**config, "models": [{**config["models"][0], "data": data}]})
