@@ -28,7 +28,7 @@ from mergekit_ace.training.models import (
 from mergekit_ace.training.state import (
     TrainingProgress,
     TrainingRun,
-    check_finite,
+    check_number,
     last_step,
     train_module,
 )
@@ -83,7 +83,7 @@ def train_student(distillation: Distillation) -> TrainingProgress:
         optimizer.param_groups[0]["lr"] = warm_cosine_rate(rate, total, step)
         optimizer.zero_grad()
         loss = distillation.backward(step_indices(settings.seed, 0, step, batch, count))
-        check_finite("the loss", loss, step)
+        check_number("the loss", loss, step)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         return loss

@@ -170,7 +170,7 @@ def train_module(
 
     def keep_best() -> None:
         loss, scores = evaluate()
-        check_finite("the loss on the validation split", loss, progress.step)
+        check_number("the loss on the validation split", loss, progress.step)
         progress.log.append({"step": progress.step, "validation_loss": loss, **scores})
         progress.waited += 1
         if loss < progress.best_loss:
@@ -189,7 +189,7 @@ def train_module(
     with tqdm(desc="steps", total=total, initial=progress.step, disable=run.quiet) as bar:
         while not progress.finished:
             loss = take_step(progress.step)
-            check_finite("the loss", loss, progress.step)
+            check_number("the loss", loss, progress.step)
             progress.step += 1
             rate = optimizer.param_groups[0]["lr"]
             progress.log.append({"step": progress.step, "loss": loss, "learning_rate": rate})
@@ -212,7 +212,7 @@ def train_module(
     return progress
 
 
-def check_finite(what: str, value: float, step: int) -> None:
+def check_number(what: str, value: float, step: int) -> None:
     """Raise a `ConfigError` where a value of a step, such as its loss, is NaN or Inf."""
     if not math.isfinite(value):
         raise ConfigError(

@@ -29,7 +29,7 @@ from mergekit_ace.training.config import Labels, TrainConfig
 from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
 from mergekit_ace.training.models import claim_models, write_statistics_of_batches
-from mergekit_ace.training.state import TrainingRun, check_finite, train_module
+from mergekit_ace.training.state import TrainingRun, check_number, train_module
 from mergekit_ace.training.tasks import attach_head
 
 
@@ -82,8 +82,8 @@ def train_learner(objective: Objective) -> tuple[Learner, list[dict[str, Any]]]:
         coefficients = learner(family.statistics, family.depths)  # (K, G)
         gradient, losses = objective.gradient(coefficients, step)
         for teacher, loss in zip(family.teachers, losses.tolist(), strict=True):
-            check_finite(f"the loss on the data of {teacher.name}", loss, step)
-        check_finite("the gradient", float(gradient.abs().sum()), step)
+            check_number(f"the loss on the data of {teacher.name}", loss, step)
+        check_number("the gradient", float(gradient.abs().sum()), step)
         away = coefficients.detach().double() - config.learner.start(len(coefficients))
         gradient += 2 * config.penalty / away.numel() * away  # of penalty times the mean square
         optimizer.zero_grad()

@@ -37,12 +37,17 @@ from mergekit_ace.training.config import DistillConfig, TrainConfig
 from mergekit_ace.training.distill import run_distillation
 from mergekit_ace.training.train import run_training
 
-RESNET = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
-RESNET["layer_type"] = "basic"
 WORDS = [f"w{n}" for n in range(36)]
 SMALL = {"hidden_size": 16, "intermediate_size": 24}
 SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 MIXTRAL = SMALL | {"vocab_size": 40, "num_key_value_heads": 2, "num_local_experts": 3}
+BERT = SMALL | {"vocab_size": 40, "max_position_embeddings": 32}
+VIT = SMALL | {"image_size": 8, "patch_size": 4, "num_channels": 1}
+RESNET = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+RESNET |= {"layer_type": "basic"}
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+GPT2 |= {"bos_token_id": 2, "eos_token_id": 3}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -63,27 +68,25 @@ def write_rows(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def _save(model: PreTrainedModel, folder: Path, words: PreTrainedTokenizerFast | None) -> str:
-    model.save_pretrained(folder)
-    if words is not None:
-        words.save_pretrained(folder)
-    return str(folder)
-
-
-def _family(
+def save_trained(
     folder: Path, task: str, base: PreTrainedModel, experts: list[PreTrainedModel],
-    row: Callable[[random.Random, int], dict], columns: dict,
-    words: PreTrainedTokenizerFast | None, rows: int = 20, **settings,
+    row: Callable[[random.Random, int], dict], columns: dict, rows: int = 20, **settings,
 ) -> dict:  # fmt: skip
-    """A `train.yml` for saved models, each with rows of its own."""
+    """A `train.yml` for models that are saved for it, each with rows of its own."""
     members = []
+    folder.mkdir(parents=True, exist_ok=True)
     for k, expert in enumerate(experts):
-        model = _save(expert, folder / f"expert{k}", words)
         rng = random.Random(k)
         path = write_rows(folder / f"data{k}.jsonl", [row(rng, k) for _ in range(rows)])
-        members.append({"model": model, "task": f"task{k}", "data": {"path": path, **columns}})
+        data = {"path": path, **columns}
+        members.append({"model": str(folder / f"expert{k}"), "task": f"task{k}", "data": data})
+        expert.save_pretrained(folder / f"expert{k}")
+    base.save_pretrained(folder / "base")
+    if "image" not in columns:
+        for saved in ("base", *(f"expert{k}" for k in range(len(experts)))):
+            tokenizer().save_pretrained(folder / saved)
     return {
-        "base_model": _save(base, folder / "base", words),
+        "base_model": str(folder / "base"),
         "models": members,
         "task": task,
         "learner": {"hidden": 8, "activation": "identity"},
@@ -92,36 +95,26 @@ def _family(
     }
 
 
-def _tuned(base: PreTrainedModel, seed: int, count: int = 2) -> list:
-    return [fine_tuned(base, seed=seed + k, scale=0.1) for k in range(count)]
+def _decoders(folder: Path, base: PreTrainedModel, seed: int, experts: int = 2, **settings) -> dict:
+    tuned = [fine_tuned(base, seed=seed + k, scale=0.1) for k in range(experts)]
+    row, columns = lambda rng, _: {"text": sentence(rng)}, {"text": "text"}
+    return save_trained(folder, "causal-lm", base, tuned, row, columns, **settings)
 
 
-def _text_family(folder: Path, base: PreTrainedModel, seed: int, count: int = 2, **more) -> dict:
-    """Decoders on texts."""
-    experts = _tuned(base, seed, count)
-    return _family(
-        folder, "causal-lm", base, experts, lambda rng, _: {"text": sentence(rng)},
-        {"text": "text"}, tokenizer(), **more,
-    )  # fmt: skip
-
-
-def llama_family(folder: Path, experts: int = 2, rows: int = 20, **settings) -> dict:
-    return _text_family(folder, tiny_llama(), 20, experts, rows=rows, **settings)
+def llama_family(folder: Path, **settings) -> dict:
+    return _decoders(folder, tiny_llama(), 20, **settings)
 
 
 def gpt2_family(folder: Path) -> dict:
     """Weights are stored (in, out), and the head is tied."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(**shape, **dropout, bos_token_id=2, eos_token_id=3)
-    return _text_family(folder, GPT2LMHeadModel(config), 60)
+    return _decoders(folder, GPT2LMHeadModel(GPT2Config(**GPT2)), 60)
 
 
 def mixtral_family(folder: Path) -> dict:
     """A mixture of three experts each, whose matrices are packed in memory only."""
     torch.manual_seed(0)
-    return _text_family(folder, MixtralForCausalLM(MixtralConfig(**MIXTRAL)), 70)
+    return _decoders(folder, MixtralForCausalLM(MixtralConfig(**MIXTRAL)), 70)
 
 
 def rehearsed_family(folder: Path) -> dict:
@@ -132,7 +125,7 @@ def rehearsed_family(folder: Path) -> dict:
 
 
 def _classifiers(
-    kind: type, config: Callable, base: PreTrainedModel, classes: tuple, seed: int, scale: float
+    kind: type, config: Callable, base: PreTrainedModel, classes: tuple, seed: int
 ) -> list[PreTrainedModel]:
     """Classifiers with heads of different size on the weights of one base."""
     experts = []
@@ -140,21 +133,21 @@ def _classifiers(
         torch.manual_seed(k)
         expert = kind(config(num_labels=count))
         expert.base_model.load_state_dict(base.state_dict())
-        experts.append(fine_tuned(expert, seed=seed + k, scale=scale))
+        experts.append(fine_tuned(expert, seed=seed + k, scale=0.05))
     return experts
 
 
 def bert_family(folder: Path, **settings) -> dict:
     """Text classifiers with heads of different size, on a base without a head."""
-    config = partial(BertConfig, vocab_size=40, max_position_embeddings=32, **SMALL)
     torch.manual_seed(0)
-    base, kind = BertModel(config()), BertForSequenceClassification
-    experts = _classifiers(kind, config, base, (2, 5), seed=30, scale=0.1)
-    return _family(
-        folder, "sequence-classification", base, experts,
-        lambda rng, k: {"sentence": sentence(rng), "label": rng.randrange((2, 5)[k])},
-        {"text": "sentence", "label": "label"}, tokenizer(), **settings,
-    )  # fmt: skip
+    base, config = BertModel(BertConfig(**BERT)), partial(BertConfig, **BERT)
+    experts = _classifiers(BertForSequenceClassification, config, base, (2, 5), seed=30)
+
+    def row(rng: random.Random, k: int) -> dict:
+        return {"sentence": sentence(rng), "label": rng.randrange((2, 5)[k])}
+
+    columns = {"text": "sentence", "label": "label"}
+    return save_trained(folder, "sequence-classification", base, experts, row, columns, **settings)
 
 
 def pixels(rng: random.Random, _: int = 0) -> dict:
@@ -162,45 +155,41 @@ def pixels(rng: random.Random, _: int = 0) -> dict:
     return {"pixels": torch.rand(1, 8, 8, generator=generator).tolist()}
 
 
-def _image_family(folder: Path, base: PreTrainedModel, experts: list, settings: dict) -> dict:
-    columns = {"image": "pixels"}
-    return _family(folder, "image-classification", base, experts, pixels, columns, None, **settings)
-
-
 def vit_family(folder: Path, **settings) -> dict:
     """Image classifiers; on disk their tensors have other names than in memory."""
-    config = partial(ViTConfig, image_size=8, patch_size=4, num_channels=1, **SMALL)
     torch.manual_seed(0)
-    base = ViTModel(config(), add_pooling_layer=False)
-    kind = ViTForImageClassification
-    experts = _classifiers(kind, config, base, (3, 4), seed=40, scale=0.1)
-    return _image_family(folder, base, experts, settings)
+    base, config = ViTModel(ViTConfig(**VIT), add_pooling_layer=False), partial(ViTConfig, **VIT)
+    experts = _classifiers(ViTForImageClassification, config, base, (3, 4), seed=40)
+    columns = {"image": "pixels"}
+    return save_trained(folder, "image-classification", base, experts, pixels, columns, **settings)
 
 
 def resnet_family(folder: Path, **settings) -> dict:
     """Convolutional image classifiers, with BatchNorm and without embeddings."""
     torch.manual_seed(0)
-    base, kind = ResNetModel(ResNetConfig(**RESNET)), ResNetForImageClassification
-    config = partial(ResNetConfig, **RESNET)
-    tuned = _classifiers(kind, config, base, (3, 4), seed=80, scale=0.05)
+    base, config = ResNetModel(ResNetConfig(**RESNET)), partial(ResNetConfig, **RESNET)
+    tuned = _classifiers(ResNetForImageClassification, config, base, (3, 4), seed=80)
     experts = [seen_batches(expert, seed=80 + k) for k, expert in enumerate(tuned)]
-    return _image_family(folder, base, experts, settings)
+    columns = {"image": "pixels"}
+    return save_trained(folder, "image-classification", base, experts, pixels, columns, **settings)
 
 
 def image_distillation(folder: Path) -> tuple[dict, dict]:
     """A ViT family, and a convolutional teacher with five classes for its base."""
     family = vit_family(folder)
     torch.manual_seed(0)
-    teacher = ResNetForImageClassification(
-        ResNetConfig(**RESNET, num_labels=5, id2label={n: f"kind {n}" for n in range(5)})
-    )
-    teacher.save_pretrained(folder / "teacher")
+    kinds = {n: f"kind {n}" for n in range(5)}
+    config = ResNetConfig(**RESNET, num_labels=5, id2label=kinds)
+    ResNetForImageClassification(config).save_pretrained(folder / "teacher")
     rng = random.Random(9)
     path = write_rows(folder / "more.jsonl", [pixels(rng) for _ in range(40)])
-    data = {"path": path, "image": "pixels"}
-    training = {"epochs": 6, "batch_size": 8, "learning_rate": 0.003}
-    config = {"teacher": str(folder / "teacher"), "student": family["base_model"]}
-    return family, {**config, "task": family["task"], "data": data, "training": training}
+    return family, {
+        "teacher": str(folder / "teacher"),
+        "student": family["base_model"],
+        "task": family["task"],
+        "data": {"path": path, "image": "pixels"},
+        "training": {"epochs": 6, "batch_size": 8, "learning_rate": 0.003},
+    }
 
 
 def train(config: dict, out: Path, **options) -> CoefficientFile:

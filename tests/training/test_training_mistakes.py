@@ -8,31 +8,30 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from checkpoints import tiny_llama
+from checkpoints import configure, rewrite, tiny_llama
 from click.testing import CliRunner
 from families import (
     bert_family,
     changed,
     gpt2_family,
     llama_family,
-    tensors,
     tokenizer,
     vit_family,
     write_rows,
 )
-from safetensors.torch import save_file
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 from mergekit_ace.cli import main
 from mergekit_ace.training import family as family_module
 
 LONG = " ".join(f"w{n % 36}" for n in range(60))
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def train(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory) -> dict[str, dict]:
-    made = {"llama": llama_family, "bert": bert_family, "vit": vit_family}
+    made = {"llama": llama_family, "bert": bert_family, "vit": vit_family, "gpt2": gpt2_family}
     folders = {name: tmp_path_factory.mktemp(name) for name in made}
     return {name: changed(make(folders[name]), max_steps=1) for name, make in made.items()}
 
@@ -81,42 +80,20 @@ def with_model(config: dict, folder: Path, change: Change, whose: str = "expert0
     return json.loads(json.dumps(config).replace(f'"{path}"', f'"{copied}"'))
 
 
-def edit_config(**values) -> Change:
-    def change(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return change
-
-
-def retyped(dtype: torch.dtype, scale: float = 1.0) -> Change:
+def retyped(folder: Path, dtype: torch.dtype, scale: float) -> None:
     """Write one matrix of a model in another dtype, times a number."""
-
-    def change(folder: Path) -> None:
-        changed, name = tensors(folder), "model.layers.0.mlp.up_proj.weight"
-        changed[name] = (scale * changed[name]).to(dtype)
-        save_file(changed, folder / "model.safetensors", {"format": "pt"})
-
-    return change
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda all_: all_.update({name: (scale * all_[name]).to(dtype)}))
 
 
-def without(part: str) -> Change:
-    """Weights that lack some tensors, which transformers would draw at random."""
-
-    def change(folder: Path) -> None:
-        kept = {n: t for n, t in tensors(folder).items() if part not in n}
-        save_file(kept, folder / "model.safetensors", {"format": "pt"})
-
-    return change
-
-
-def narrow(folder: Path) -> None:
-    tiny_llama(intermediate_size=64).save_pretrained(folder)
+def lacking(folder: Path, part: str) -> None:
+    """Drop some tensors, which transformers would draw at random."""
+    rewrite(folder, lambda all_: [all_.pop(name) for name in list(all_) if part in name])
 
 
 def untied(folder: Path) -> None:
-    edit_config(tie_word_embeddings=True)(folder)
-    without("lm_head")(folder)
+    configure(folder, tie_word_embeddings=True)
+    lacking(folder, "lm_head")
 
 
 def one_logit(folder: Path) -> None:
@@ -127,23 +104,25 @@ def one_logit(folder: Path) -> None:
 
 def other_words(folder: Path) -> None:
     path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
-    path.write_text(json.dumps(content))
+    swapped = {'"w0"': '"w1"', '"w1"': '"w0"'}
+    path.write_text(re.sub(r'"w[01]"', lambda match: swapped[match[0]], path.read_text()))
 
 
-INTEGERS, NAN = retyped(torch.int8, 1000), retyped(torch.float32, float("nan"))
+INTEGERS = partial(retyped, dtype=torch.int8, scale=1000)
+NAN = partial(retyped, dtype=torch.float32, scale=float("nan"))
+QUANTISED = partial(configure, quantization_config={"quant_method": "gptq"})
+NARROW = tiny_llama(intermediate_size=64).save_pretrained
+NO_MATRIX, NO_HEAD = (partial(lacking, part=part) for part in ("up_proj", "classifier"))
 MODELS = [
     ("llama", "base", INTEGERS, r"up_proj.weight of model .* stored as torch.int8"),
     ("llama", "base", NAN, "the base contains NaN or Inf"),
     ("llama", "expert1", NAN, r"expert .*expert1 answers NaN or Inf .* leave it out"),
-    ("llama", "base", edit_config(quantization_config={"quant_method": "gptq"}), "is quantised"),
-    ("llama", "expert0", narrow, r"differ in model.layers.0.mlp.* against .* fine-tuned from"),
+    ("llama", "base", QUANTISED, "is quantised"),
+    ("llama", "expert0", NARROW, r"differ in model.layers.0.mlp.* against .* fine-tuned from"),
     ("llama", "expert0", untied, "differ in tie_word_embeddings: True against False"),
     ("llama", "expert1", other_words, r"tokenizer of .*expert1 is not that of .*base"),
-    ("llama", "expert0", without("up_proj"), "lacks 2 parameters that task: causal-lm needs"),
-    ("bert", "expert0", without("classifier"), r"lacks 2 parameters .* such as classifier"),
+    ("llama", "expert0", NO_MATRIX, "lacks 2 parameters that task: causal-lm needs"),
+    ("bert", "expert0", NO_HEAD, r"lacks 2 parameters .* such as classifier"),
     ("bert", "expert0", one_logit, r"has one output \(a regression\).*leave it out"),
 ]
 
@@ -168,32 +147,30 @@ def test_mistakes_of_the_last_expert_are_found_before_the_first_answers(
 ):
     config = copy.deepcopy(llama)
     if what == "expert1":
-        config = with_model(config, tmp_path, narrow, what)
+        config = with_model(config, tmp_path, NARROW, what)
     else:
         config["models"][1]["data"]["text"] = "body"
     monkeypatch.delattr(family_module, "answer_data")
     assert what in train(config, fails=True)
 
 
+TEXT, LABELLED = {"text": "t"}, {"text": "t", "label": "l"}
 QUESTION = {"prompt": "q", "max_new_tokens": 60}
-LABELLED = {"text": "t", "label": "l"}
 NOTHING = "no train sample has anything to predict within max_length: "
-NOTHING_CUT = r"\A(?![\s\S]*max_length)"
 LENGTHS = [  # of samples, and what is said of them
-    (gpt2_family, lambda n: {"t": f"w{n} {LONG}"}, {"text": "t"}, "16 of 16 train .*_length: 32"),
-    (bert_family, lambda n: {"t": f"w{n} {LONG}", "l": 1}, LABELLED, "16 of 16 .*: 32, where"),
-    (gpt2_family, lambda n: {"t": " ".join([f"w{n}"] * 32)}, {"text": "t"}, NOTHING_CUT),
+    ("gpt2", lambda n: {"t": f"w{n} {LONG}"}, TEXT, "16 of 16 train .*_length: 32"),
+    ("bert", lambda n: {"t": f"w{n} {LONG}", "l": 1}, LABELLED, "16 of 16 .*: 32, where"),
+    ("gpt2", lambda n: {"t": " ".join([f"w{n}"] * 32)}, TEXT, r"\A(?![\s\S]*max_length)"),
     # the written answers end where the positions do, and texts without tokens are left out
-    (gpt2_family, lambda n: {"q": f"w{n} {'w1 ' * 20}"}, QUESTION, ""),
-    (bert_family, lambda n: {"t": f"w{n} w2" if n else "", "l": 0}, LABELLED, ""),
-    (gpt2_family, lambda n: {"q": f"w{n} {LONG}"}, QUESTION, NOTHING + "32"),
-]  # fmt: skip
+    ("gpt2", lambda n: {"q": f"w{n} {'w1 ' * 20}"}, QUESTION, ""),
+    ("bert", lambda n: {"t": f"w{n} w2" if n else "", "l": 0}, LABELLED, ""),
+    ("gpt2", lambda n: {"q": f"w{n} {LONG}"}, QUESTION, NOTHING + "32"),
+]
 
 
 @pytest.mark.parametrize(("family", "row", "columns", "message"), LENGTHS)
-def test_the_length_of_samples(tmp_path, train, family, row, columns, message):
-    config = changed(family(tmp_path / "family"), max_steps=1)
-    config = with_rows(config, tmp_path, [row(n) for n in range(20)], **columns)
+def test_the_length_of_samples(families, tmp_path, train, family, row, columns, message):
+    config = with_rows(families[family], tmp_path, [row(n) for n in range(20)], **columns)
     assert re.search(message, train(config, fails=message.startswith(NOTHING)))
 
 
@@ -213,6 +190,7 @@ ROWS = [  # a column of each, and what is said of it
     ("llama", "messages", lambda n: [said(n), said(n, "Assistant")], "instead of messages with"),
     ("llama", "messages", lambda n: f"w{n}", r"holds 'w\d+' instead of messages"),
     ("llama", "messages", lambda n: [said(n), said(n)], "column x: .*: roles must alternate"),
+    ("llama", "text", lambda n: f"w{n} new", "token number 40, but .* only 40 embeddings; use the"),
 ]
 
 
@@ -227,8 +205,12 @@ def test_rows_that_cannot_be_read(tmp_path, train, families, family, purpose, va
     columns = {purpose: "x"} | ({"text": "t"} if family == "bert" else {})
     rows = [{"t": f"w{n}", "x": value(n) if callable(value) else value} for n in range(20)]
     config = with_rows(families[family], tmp_path, rows, **columns)
-    if family == "llama":
+    if purpose == "messages":
         config = with_model(config, tmp_path, chatting, "base")
+    elif purpose == "text":
+        words = tokenizer(mask_token="new")
+        for whose in ("expert0", "expert1", "base"):
+            config = with_model(config, tmp_path, words.save_pretrained, whose)
     assert re.search(message, train(config, fails=True))
 
 
@@ -236,15 +218,6 @@ def test_a_template_that_only_an_expert_has(tmp_path, train, llama):
     rows = [{"m": [said(1), said(n, "assistant")]} for n in range(20)]
     config = with_rows(llama, tmp_path, rows, messages="m")
     train(with_model(config, tmp_path, chatting))
-
-
-def test_tokens_without_an_embedding(tmp_path, train):
-    config, words = llama_family(tmp_path / "family"), tokenizer(mask_token="new")
-    for whose in ("base", "expert0", "expert1"):
-        words.save_pretrained(tmp_path / "family" / whose)
-    config = with_rows(config, tmp_path, [{"t": f"w{n} w2 new"} for n in range(20)], text="t")
-    message = r"has the token number 40, but .* only 40 embeddings; use the tokenizer that belongs"
-    assert re.search(message, train(config, fails=True))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ def llama(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="module")
+def images(tmp_path_factory) -> tuple[dict, dict]:
+    return image_distillation(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
 def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
     """A training, its folder, and what came out."""
     config = changed(llama, checkpoint_every=3, epochs=3)
@@ -91,7 +96,6 @@ def test_components_are_not_computed_twice(llama, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(family_module, "split_tensor", lambda *a: calls.append(a) or split(*a))
     file = train(config, tmp_path / "out")
     assert len(calls) == len(file.contents.tensors) - 4
-    assert torch.equal(file.coefficients, train(config, tmp_path / "whole").coefficients)
 
 
 def test_labels_that_are_damaged_are_named(uninterrupted, tmp_path):
@@ -119,16 +123,14 @@ def test_another_run_s_folder_is_refused_unless_overwritten(uninterrupted, tmp_p
             train(other, out, overwrite=True)
     for name in ("coefficients.safetensors", "merge.yml"):
         assert not (out / name).exists(), "it would look complete"
-    assert not torch.equal(train(other, out).coefficients, first.coefficients)
 
 
 def test_changed_inputs_are_another_run(tmp_path):
     config = changed(llama_family(tmp_path / "family"), max_steps=1)
     train(config, tmp_path / "out")
     expert = config["models"][0]
-    for path in (expert["data"]["path"], f"{expert['model']}/model.safetensors"):
-        before = Path(path).read_bytes()
-        Path(path).write_bytes(before)  # at another time
+    for path in map(Path, (expert["data"]["path"], f"{expert['model']}/model.safetensors")):
+        path.write_bytes(path.read_bytes())  # at another time
         with pytest.raises(ConfigError, match=rf"changed since then: files\.{path}"):
             train(config, tmp_path / "out")
 
@@ -141,8 +143,8 @@ def test_a_mistake_that_is_mended_needs_no_other_folder(llama, tmp_path):
     assert (tmp_path / "out" / "coefficients.safetensors").exists()
 
 
-def test_two_runs_into_one_folder(tmp_path):
-    out, (family, distillation) = tmp_path / "out", image_distillation(tmp_path)
+def test_two_runs_into_one_folder(images, tmp_path):
+    out, (family, distillation) = tmp_path / "out", images
     with TrainingRun.start(out):
         for start, config in ((train, family), (distil, distillation), (measure, family)):
             with pytest.raises(ConfigError, match=f"another run is writing to {out}; wait"):
@@ -163,16 +165,14 @@ def test_a_run_drops_or_changes_nothing_that_it_reads(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_student_does_not_replace_a_model(tmp_path):
-    _, config = image_distillation(tmp_path / "images")
-    config["training"] |= {"epochs": 1}
-    other = tmp_path / "images" / "expert1"
+def test_a_student_does_not_replace_a_model(images, tmp_path):
+    config, other = changed(images[1], epochs=1), tmp_path / "expert1"
+    shutil.copytree(Path(config["student"]).with_name("expert1"), other)
     before = (other / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match=r"holds config.json, which"):
         distil(config, other)
     assert (other / "model.safetensors").read_bytes() == before
     assert record(distil(config, other, overwrite=True))
-    assert distil(config, other) == other, "its own student is there"
 
 
 def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
@@ -204,37 +204,25 @@ def train_and_distil(folder: Path) -> None:
             main(arguments, standalone_mode=False)
 
 
-@pytest.fixture(scope="module")
-def in_two_processes(tmp_path_factory) -> tuple[Path, str, dict, dict]:
-    """A training and a distillation by two processes, which need not import everything anew."""
-    folder = tmp_path_factory.mktemp("two")
-    training = changed(llama_family(folder / "family", rows=23), batch_size=3, epochs=3)
-    _, distillation = image_distillation(folder / "images")
-    distillation["training"] |= {"epochs": 2, "batch_size": 4}
+def test_two_processes_are_like_one_with_twice_the_batch(images, tmp_path):
+    """They need not import everything anew."""
+    training = changed(llama_family(tmp_path / "family", rows=23), batch_size=3, epochs=3)
+    distillation = changed(images[1], epochs=2, batch_size=4)
     for name, config in (("train", training), ("distill", distillation)):
-        (folder / f"{name}.yml").write_text(yaml.safe_dump(config))
-    debug_launcher(train_and_distil, (folder,))
-    printed = "".join((folder / f"printed-{rank}").read_text() for rank in range(2))
-    return folder, printed, training, distillation
-
-
-def test_two_processes_train_like_one_with_twice_the_batch(in_two_processes):
-    folder, printed, config, _ = in_two_processes
+        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(config))
+    debug_launcher(train_and_distil, (tmp_path,))
+    printed = "".join((tmp_path / f"printed-{rank}").read_text() for rank in range(2))
     assert printed.count("StatsMerging") == 1, "one process talks"
-    two = CoefficientFile.load(folder / "trained" / "coefficients.safetensors")
-    one = train(changed(config, batch_size=6), folder / "trained by one")
+    two = CoefficientFile.load(tmp_path / "trained" / "coefficients.safetensors")
+    one = train(changed(training, batch_size=6), tmp_path / "trained by one")
     torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
     assert one.coefficients.std() > 0.01
     for name, score in two.contents.scores.items():
         other = one.contents.scores[name]
         assert score["accuracy"] == pytest.approx(other["accuracy"], abs=1e-5)
         assert score["loss"] == pytest.approx(other["loss"], abs=1e-5)
-
-
-def test_two_processes_distil_like_one_with_twice_the_batch(in_two_processes):
-    folder, _, _, config = in_two_processes
-    one = record(distil(changed(config, batch_size=8), folder / "distilled by one"))
-    two = record(folder / "distilled")
+    one = record(distil(changed(distillation, batch_size=8), tmp_path / "distilled by one"))
+    two = record(tmp_path / "distilled")
     for line, other in zip(one["log"], two["log"], strict=True):
         assert line == pytest.approx(other, rel=1e-3)
     assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
