@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import mergekit_ace
 from mergekit_ace.naming import ConfigError
@@ -32,23 +31,10 @@ READING_FLAGS = """
 REFUSED_FLAGS = (
     "multi_gpu", "gpu_rich", "async_write", "write_threads", "safe_serialization"
 )  # fmt: skip
-# Kinds of YAML files, and the key that tells each.
-KINDS = {
-    "merge": "merge_method",
-    "distill": "teacher",
-    "score": "merges",
-    "search": "search",
-    "calibrate": "merged_model",
-    "statistics": "measure",
-    "train": "task",
-}
 
 
 class Command(click.Command):
-    """A command with an example in its help, and options in the groups of `mergekit-yaml`.
-
-    Errors of ours, of mergekit and of transformers are shown as one message, without a traceback.
-    """
+    """A command with an example in its help, and options in the groups of `mergekit-yaml`."""
 
     def __init__(self, *args: Any, example: str, flags: Collection[str] | None = (), **kwargs: Any):
         """Take flags of `mergekit-yaml` beside the command's own; None for all of them."""
@@ -61,58 +47,30 @@ class Command(click.Command):
             known = mergekit_flags()
             self.params += [known[name] for name in (known if self._flags is None else self._flags)]
             self._flags = ()
-        with failures():
-            return super().make_context(info_name, args, *rest, **more)
+        return super().make_context(info_name, args, *rest, **more)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from mergekit.options import PrettyPrintHelp
 
         PrettyPrintHelp.format_options(self, ctx, formatter)  # type: ignore
 
+
+class Commands(click.Group):
+    """All commands; errors of ours, of mergekit and of transformers are shown as one message."""
+
+    command_class = Command
+
     def invoke(self, ctx: click.Context) -> Any:
-        with failures():
-            return super().invoke(ctx)
-
-
-@contextmanager
-def failures() -> Iterator[None]:
-    """Show errors as one message, without a traceback: mergekit's own as well as ours."""
-    try:
-        yield
-    except (click.exceptions.Exit, click.Abort):
-        raise
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
-        raise click.ClickException(str(error)) from error
-
-
-class ConfigFile(click.Path):
-    """A YAML file of the kind that a command takes; another kind is told as such."""
-
-    def __init__(self, *kinds: str):
-        super().__init__(exists=True, dir_okay=False, path_type=Path)
-        self._kinds = kinds
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        import yaml
-
-        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         try:
-            documents = [one for one in yaml.safe_load_all(path.read_text("utf-8")) if one]
-            found = next((kind for kind, key in KINDS.items() if key in documents[0]), None)
-        except (OSError, ValueError, TypeError, LookupError, yaml.YAMLError):
-            return path  # the command says what is wrong
-        what = f"a {found} config"
-        if len(documents) > 1:
-            found, what = "", "a file of several merge configs, which mergekit-multi takes"
-        if found is not None and found not in self._kinds:
-            command, wanted = ctx.info_name if ctx else "this command", self._kinds[0]
-            takes = f"{command} takes a {wanted} config, with a line `{KINDS[wanted]}:`"
-            raise ConfigError(f"{path} is {what}; {takes}")
-        return path
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except (ValueError, RuntimeError, OSError, ImportError) as error:
+            raise click.ClickException(str(error)) from error
 
 
 # What several commands share.
-MERGE_CONFIG = click.argument("config", type=ConfigFile("merge"))
+CONFIG = click.argument("config", type=FILE)
 OUT = click.argument("out", type=FOLDER)
 QUIET = click.option("--quiet", is_flag=True, help="No progress bars.")
 
@@ -162,13 +120,13 @@ def use_device(ctx: click.Context, option: click.Parameter, value: str | None) -
     check_device(kind)
 
 
-def run_options(*kinds: str, out: Any = OUT) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that adds what every command takes that runs models, and its `KINDS`."""
+def run_options(out: Any = OUT) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator that adds what every command takes that runs models."""
     seen: dict[str, Any] = {"callback": use_device, "expose_value": False}
     text = "Compute on this device; without, on a GPU where there is one."
     trust = "Run code that models bring along (danger)."
     added = (
-        click.argument("config", type=ConfigFile(*kinds)),
+        CONFIG,
         out,
         click.option("--overwrite", is_flag=True, help="Drop what another run has left in OUT."),
         QUIET,
@@ -186,6 +144,7 @@ def run_options(*kinds: str, out: Any = OUT) -> Callable[[Callable[..., None]], 
 
 
 @click.group(
+    cls=Commands,
     context_settings=HELP,
     epilog="\b\nExample:\n  mergekit-ace check ace.yml && mergekit-ace merge ace.yml out/",
 )
@@ -194,11 +153,8 @@ def main() -> None:
     """Check, run, explain and improve merges; `mergekit-yaml` knows the methods, too."""
 
 
-main.command_class = Command
-
-
 @main.command(example="train train.yml learned/")
-@run_options("train")
+@run_options()
 def train(config: Path, out: Path, **given: Any) -> None:
     """Learn merging coefficients from samples.
 
@@ -212,7 +168,7 @@ def train(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command(example="statistics stats.yml stats/")
-@run_options("statistics", "train")
+@run_options()
 def statistics(config: Path, out: Path, **given: Any) -> None:
     """Measure on samples what regmean and fisher read.
 
@@ -226,7 +182,7 @@ def statistics(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command(example="distill distill.yml expert/")
-@run_options("distill")
+@run_options()
 def distill(config: Path, out: Path, **given: Any) -> None:
     """Distil a teacher of another architecture into the base's.
 
@@ -240,7 +196,7 @@ def distill(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command("calibrate", example="calibrate calibrate.yml calibrated/")
-@run_options("calibrate")
+@run_options()
 def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
     """Fit a merged language model to its experts on a few texts.
 
@@ -255,7 +211,7 @@ def calibrate_merge(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command(example="score score.yml scores/")
-@run_options("score", out=click.argument("out", type=FOLDER, default="scores"))
+@run_options(click.argument("out", type=FOLDER, default="scores"))
 def score(config: Path, out: Path, **given: Any) -> None:
     """Measure what merges keep of their experts, and what they forget.
 
@@ -271,7 +227,7 @@ def score(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command(example="search search.yml best/")
-@run_options("search")
+@run_options()
 def search(config: Path, out: Path, **given: Any) -> None:
     """Search the λ and the weights of a merge that keep most.
 
@@ -290,7 +246,7 @@ def search(config: Path, out: Path, **given: Any) -> None:
 
 
 @main.command(example="merge ace.yml out/ --workers 2", flags=None)
-@MERGE_CONFIG
+@CONFIG
 @OUT
 @click.option("--overwrite", is_flag=True, help="Drop whatever merge or model is in OUT.")
 @click.option(
@@ -328,7 +284,7 @@ def merge(config: Path, out: Path, overwrite: bool, **given: Any) -> None:
     example="adapter adapters.yml merged/",
     flags=("cuda", "device", "trust_remote_code", "quiet"),
 )
-@MERGE_CONFIG
+@CONFIG
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--rank", type=click.IntRange(min=1), help="Highest rank of a module; says what is cut off."
@@ -347,7 +303,7 @@ def adapter(config: Path, out: Path, rank: int | None, overwrite: bool, **flags:
 
 
 @main.command(example="check ace.yml out/", flags=READING_FLAGS)
-@MERGE_CONFIG
+@CONFIG
 @click.argument("out", type=FOLDER, required=False)
 def check(config: Path, out: Path | None, **flags: Any) -> None:
     """Check a merge before it starts.
@@ -364,7 +320,7 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 
 
 @main.command(example="inspect ace.yml inspected/", flags=READING_FLAGS)
-@MERGE_CONFIG
+@CONFIG
 @OUT
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")
 @click.option("--sample", type=click.IntRange(min=1), help="At most so many, over all depths.")
@@ -429,9 +385,9 @@ def methods(name: str | None, markdown: bool) -> None:
     click.echo(reference_markdown(found) if markdown else reference_text(found), nl=not markdown)
 
 
-def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
-    """Read a YAML file as `model`, with `trust_remote_code` out of the values `given`."""
-    from mergekit_ace.planning import explain_validation, read_yaml
+def read_config(path: Path, kind: type[M], given: dict[str, Any]) -> M:
+    """Read a YAML file as settings, with `trust_remote_code` out of the values `given`."""
+    from mergekit_ace.planning import read_yaml, validate_config
 
     content, _ = read_yaml(path)
     trusted = given.pop("trust_remote_code")
@@ -439,11 +395,7 @@ def read_config(path: Path, model: type[M], given: dict[str, Any]) -> M:
         if "trust_remote_code" in content:
             raise ConfigError(f"{path}: trust_remote_code is no setting; give --trust-remote-code")
         content |= {"trust_remote_code": True} if trusted else {}
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        lines = (f"    {line}" for line in explain_validation(error, content))
-        raise ConfigError("\n".join([f"{path}:", *lines])) from error
+    return validate_config(path, content, kind)
 
 
 if __name__ == "__main__":

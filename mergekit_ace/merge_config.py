@@ -45,6 +45,11 @@ _KINDS: dict[str, type[BaseModel]] = {
     "base_model": ModelReference,
 }
 _UNREAD = "mergekit would ignore it without a word"
+_TOP_LEVEL = "write it at the top level of the config"
+_REWEIGHTED = (
+    "experts have different weights, and the coefficients were learned for equal ones",
+    "leave `weight` out, or expect another merge than the one that was trained",
+)
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,8 @@ def check_config(config: MergeConfiguration, source: str) -> Iterator[Finding]:
         # mergekit takes int64, which rounds weights to 0, and writes `torch.float32` into a
         # config.json that transformers does not load then
         if (dtype := getattr(config, key)) and dtype not in _RESULT_DTYPES:
-            yield Finding.error(
-                f"{key}: {dtype!r} is no dtype that a merged model can have",
-                f"write one of {', '.join(_RESULT_DTYPES)}",
-            )
+            message = f"{key}: {dtype!r} is no dtype that a merged model can have"
+            yield Finding.error(message, f"write one of {', '.join(_RESULT_DTYPES)}")
     yield from _check_chat_template(config)
     for where, part in _config_parts(config):
         for key in ("models", "sources"):
@@ -140,13 +143,11 @@ def _right_place(name: str, place: Sequence[str], method: Any) -> str:
     with suppress(RuntimeError):  # there is no such method
         scopes = {p.name: p.scope for p in merge_methods.get(method).spec.parameters}
         if name in scopes and "parameters" in fields:
-            top = "model" in fields and scopes[name] == ParameterScope.SHARED
-            where = (
-                "the `parameters:` at the top level" if top else "`parameters:`, one level deeper"
-            )
-            return f"write it under {where}"
+            if "model" in fields and scopes[name] == ParameterScope.SHARED:
+                return "write it under the `parameters:` at the top level"
+            return "write it under `parameters:`, one level deeper"
     if name in MergeConfiguration.model_fields and place:
-        return "write it at the top level of the config"
+        return _TOP_LEVEL
     return _nearest(name, fields)
 
 
@@ -158,7 +159,7 @@ def _check_parameters(config: MergeConfiguration, spec: MergeMethodSpec) -> Iter
             top = name in MergeConfiguration.model_fields
             yield Finding.error(
                 f"{where}: there is no parameter {name!r} of {spec.name}; {_UNREAD}",
-                "write it at the top level of the config" if top else _nearest(name, scopes),
+                _TOP_LEVEL if top else _nearest(name, scopes),
             )
         elif model is not None and scopes[name] == ParameterScope.SHARED:
             yield Finding.error(
@@ -166,10 +167,8 @@ def _check_parameters(config: MergeConfiguration, spec: MergeMethodSpec) -> Iter
                 "move it to the parameters: at the top level",
             )
         elif model == config.base_model is not None and scopes[name] == ParameterScope.NON_BASE:
-            yield Finding.warning(
-                f"{where}: {name} is a parameter of experts, and not read under the base model",
-                "leave it out there",
-            )
+            message = f"{where}: {name} is a parameter of experts, not read under the base model"
+            yield Finding.warning(message, "leave it out there")
 
 
 def _settings(
@@ -221,11 +220,8 @@ def _check_inputs(
             )
     for identity, names in spellings.items():
         if base and identity == _identity(base) and str(base) not in names:
-            yield Finding.warning(
-                f"{where}: {names[0]} is the base model {base} in another spelling, and counts as "
-                "an expert that changed nothing",
-                "remove it from the experts",
-            )
+            message = f"{where}: {names[0]} is the base model {base} in another spelling"
+            yield Finding.warning(message, "remove it from the experts, of which it counts as one")
         elif len(names) > 1:
             yield Finding.error(
                 f"{where}: {names[0]} is listed {len(names)} times: {', '.join(names)}",
@@ -254,17 +250,15 @@ def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
         plain = not any(isinstance(entry, ConditionalParameter) for entry in entries)
         if plain and name in of_experts and model is None and len({*entries}) == experts > 1:
             yield Finding.warning(
-                f"{where}.{name}: a list runs through the layers, and is the same for all models; "
-                f"it has as many values as there are experts ({experts})",
+                f"{where}.{name}: a list, which has as many values as there are experts "
+                f"({experts}), runs through the layers, and is the same for all models",
                 f"for a {name} of each expert, write it under the `parameters:` of its entry",
             )
     given = [dict(own.items()) for t in tensors for own in t.task.input_parameters.values()]
     weights = [own["weight"] for own in given if "weight" in own]
     if weights and all(weight == 0 for weight in weights):  # not None, for none given
-        yield Finding.error(
-            "the weights of all experts are 0 in every tensor, so that nothing of them is merged",
-            "give at least one expert a `weight` above 0, or leave `weight` out",
-        )
+        message = "the weights of all experts are 0 in every tensor"
+        yield Finding.error(message, "give at least one a `weight` above 0, or leave `weight` out")
     wrong = [own["density"] for own in given if not 0 <= own.get("density", 1) <= 1]
     if wrong:  # mergekit takes it for 1
         yield Finding.error(
@@ -290,28 +284,23 @@ def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Itera
             kinds = listed(sorted({*map(without_numbers, names)}), 3)
             yield Finding.error(
                 f"{where}.{n}: the filter {part!r} matches no tensor of the merge",
-                "a filter is a part of tensor names, in the same case and without wildcards; there "
-                f"are: {kinds}",
+                f"write a part of a tensor's name, in the same case, without wildcards: {kinds}",
             )
         elif matches and not matches & left and (part or ended):
             what = f"filter {part!r}" if part else "second entry without filter"
             yield Finding.error(
-                f"{where}.{n}: the {what} is never reached: the entries before it match all of its "
-                "tensors, and the first that matches decides",
+                f"{where}.{n}: the {what} is never reached: entries before it match its tensors",
                 "put the entry without filter last, and narrow filters before wide ones",
             )
         linear = {name for name in matches if "linear_attn" in name}
         if part and part in "linear_attn" and linear and matches - linear:
-            yield Finding.warning(
-                f"{where}.{n}: the filter {part!r} takes tensors of linear_attn, too",
-                "write `self_attn` if these are not meant",
-            )
+            message = f"{where}.{n}: the filter {part!r} takes tensors of linear_attn, too"
+            yield Finding.warning(message, "write `self_attn` if these are not meant")
         left, ended = left - matches, ended or not part
 
 
 def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Finding]:
     """Say what a merge would say at a tensor that its settings do not fit, and what is doubtful."""
-    weighted: list[str] = []
     doubts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor in plan.tensors:
         settings = tensor.settings
@@ -321,17 +310,11 @@ def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Find
         except (ValueError, FileError) as error:
             yield Finding.error(str(error))
             return
-        learned = settings.parameters.get("coefficients") is not None
-        if learned and len(set(settings.weights)) > 1:
-            weighted.append(tensor.name)
-        for doubt in method.doubts(settings):
+        found = [*method.doubts(settings)]
+        if settings.parameters.get("coefficients") is not None and len(set(settings.weights)) > 1:
+            found.append(_REWEIGHTED)
+        for doubt in found:
             doubts[doubt].append(without_numbers(tensor.name))
-    if weighted:
-        yield Finding.warning(
-            f"experts have different weights in {listed(weighted)}; the coefficients were learned "
-            "for equal ones",
-            "leave `weight` out, or expect another merge than the one that was trained",
-        )
     for (message, remedy), kinds in doubts.items():
         where = "" if len(kinds) == len(plan.tensors) else f": {listed([*dict.fromkeys(kinds)])}"
         yield Finding.warning(message + where, remedy)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -22,7 +22,7 @@ from mergekit.merge_methods import MergeMethod
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
@@ -32,6 +32,17 @@ from mergekit_ace.methods.architecture import find_architecture, stored_layout
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
 from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
 
+M = TypeVar("M", bound=BaseModel)
+# The command that takes a config, by a key that tells its kind; the first that is there counts.
+_COMMANDS = {
+    "merge_method": "merge",
+    "teacher": "distill",
+    "merges": "score",
+    "search": "search",
+    "merged_model": "calibrate",
+    "measure": "statistics",
+    "task": "train",
+}
 _WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
 # Settings of transformers' configs with an entry per layer.
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -64,12 +75,29 @@ def read_yaml(path: Path) -> tuple[Any, str]:
     """Return the content of a YAML file, and its text."""
     try:
         source = path.read_text(encoding="utf-8")
-        return UniqueKeyLoader(source).get_single_data(), source
+        documents = list(yaml.load_all(source, UniqueKeyLoader))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if len(documents) > 1:
+        raise ConfigError(f"{path} is a file of several merge configs, which mergekit-multi takes")
+    return documents[0] if documents else None, source
+
+
+def validate_config(path: Path, content: Any, kind: type[M]) -> M:
+    """Return the content of a config file as settings; a `ConfigError` names all that is wrong."""
+    found = [key for key in _COMMANDS if isinstance(content, dict) and key in content]
+    if found and found[0] not in kind.model_fields:
+        raise ConfigError(f"{path} is a config for `mergekit-ace {_COMMANDS[found[0]]}`")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        lines = [f"{path}:", *_explain(error, content)]
+        raise ConfigError("\n    ".join(lines)) from error
+    except RuntimeError as error:  # of mergekit's own validators
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -84,18 +112,10 @@ class OrderedConfiguration(MergeConfiguration):
 def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
     """Return a mergekit configuration and its source, or raise a `ConfigError`."""
     content, source = read_yaml(path)
-    if not isinstance(content, dict) or "merge_method" not in content:
-        raise ConfigError(f"{path} is no config of mergekit: it has no line `merge_method:`")
-    try:
-        return OrderedConfiguration.model_validate(content), source
-    except ValidationError as error:
-        wrong = "; ".join(explain_validation(error, content))
-        raise ConfigError(f"{path} is no config that mergekit accepts: {wrong}") from error
-    except RuntimeError as error:  # of mergekit's own validators
-        raise ConfigError(f"{path} is no config that mergekit accepts: {error}") from error
+    return validate_config(path, content, OrderedConfiguration), source
 
 
-def explain_validation(error: ValidationError, content: Any) -> list[str]:
+def _explain(error: ValidationError, content: Any) -> list[str]:
     """Return what is wrong, once for every place in a config: pydantic tells every alternative."""
     told: dict[tuple[str, ...], str] = {}
     for detail in error.errors():
@@ -290,8 +310,7 @@ def _result_config(
     if result.architectures == ["Inferred"]:
         donor = ModelReference(model=config_donor(config).model)
         result.architectures = donor.config(options.trust_remote_code).architectures
-    if hasattr(result, "quantization_config"):  # what is quantised is merged dequantised
-        del result.quantization_config
+    vars(result).pop("quantization_config", None)  # what is quantised is merged dequantised
     for name, entries in layer_lists(config, options.trust_remote_code).items():
         setattr(result.get_text_config(), name, entries)
     return result
@@ -326,7 +345,6 @@ class HeaderPlanner(MergePlanner):
     ):
         super().__init__(config, architecture, options, out_config)
         self.checkpoints, self.heads = checkpoints, list[str]()
-        self._copiers: dict[ModelReference, HeaderPlanner] = {}
 
     def plan_tensor(
         self,
@@ -368,25 +386,17 @@ class HeaderPlanner(MergePlanner):
         self, weight: WeightInfo, source: WeightInfo, model: ModelReference
     ) -> tuple[WeightInfo, Any]:
         """Plan a tensor that is taken from one model; numbers of tokens are the result's."""
-        if model not in self._copiers:
-            settings = self.config.tokenizer
-            copied = MergeConfiguration(
-                merge_method="passthrough",
-                models=[InputModelDefinition(model=model)],
-                dtype=self.config.dtype,
-                out_dtype=self.config.out_dtype,
-                # rows of single tokens may be configured to come from models not asked here
-                tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
-            )
-            copier = HeaderPlanner(
-                copied, self.arch_info, self.options, self.out_model_config, self.checkpoints
-            )
-            copier.normalize_config()
-            copier._tokenizer_task = self._tokenizer_task
-            self._copiers[model] = copier
-        copier = self._copiers[model]
-        copier.plan_tensor(weight, [source], [model], _reader(copier, 0.0))
-        return copier._tensors.pop()
+        settings = self.config.tokenizer
+        copied = MergeConfiguration(
+            merge_method="passthrough",
+            models=[InputModelDefinition(model=model)],
+            # rows of single tokens may be configured to come from models not asked here
+            tokenizer=settings.model_copy(update={"tokens": None}) if settings else None,
+        )
+        method, self._method = self._method, merge_methods.get(copied.merge_method)
+        self.plan_tensor(weight, [source], [model], ConfigReader(config=copied, t=0.0))
+        self._method = method
+        return self._tensors.pop()
 
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
@@ -422,18 +432,12 @@ def _is_stored(model: ModelReference, weight: WeightInfo) -> bool:
     return any(name in stored for name in (weight.name, *(weight.aliases or ())))
 
 
-def _reader(planner: HeaderPlanner, depth: float) -> ConfigReader:
-    """Return what reads the settings of a tensor that is not in a layer of mergekit's."""
-    module: Any = next(iter((planner.config.modules or {}).values()))
-    reader = ConfigReader(config=planner.config, t=depth, module=module)
-    return reader.for_out_slice(module.slices[0])
-
-
 def _plan_unplanned(
     planner: HeaderPlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
 ) -> Iterator[SaveTensor]:
     """Yield mergekit's tasks for tensors that a planner, which has planned the merge, has not."""
     names = [tensor.name for tensor in tensors]
+    module: Any = next(iter((planner.config.modules or {}).values()))
     for tensor in tensors:
         weight = WeightInfo(name=tensor.name, vocabulary_axis=0 if tensor.vocabulary else None)
         models = list(tensor.models)
@@ -441,7 +445,10 @@ def _plan_unplanned(
             # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
             layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
             depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
-            planner.plan_tensor(weight, [weight] * len(models), models, _reader(planner, depth))
+            reader = ConfigReader(
+                config=planner.config, t=depth, module=module, slice_out=module.slices[0]
+            )
+            planner.plan_tensor(weight, [weight] * len(models), models, reader)
             weight, task = planner._tensors.pop()
         else:
             weight, task = planner.plan_copy(weight, weight, models[0])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelerate launch -m mergekit_ace.train train.yml coefficients/`."""
 
-from mergekit_ace.cli import train
+import sys
+
+from mergekit_ace.cli import main
 
 if __name__ == "__main__":
-    train()
+    main(["train", *sys.argv[1:]])

@@ -30,8 +30,10 @@ def test_tensors_in_memory_are_merged_like_checkpoints(tmp_path, mergekit_yaml):
     )
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("flags", [[], ["--lazy-unpickle"], ["--clone-tensors", "--async-write"]])
+@pytest.mark.parametrize(
+    ("pickled", "flags"),
+    [(True, []), (True, ["--lazy-unpickle"]), (False, ["--clone-tensors", "--async-write"])],
+)
 def test_pickles_and_flags_change_nothing(tmp_path, mergekit_yaml, flags, pickled):
     paths = save_family(tiny_llama(), tmp_path)
     expected = checkpoint(mergekit_yaml(ace_config(paths), out="expected"))

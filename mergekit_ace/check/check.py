@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +17,14 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
+from mergekit_ace.check.loading import loading_faults, new_faults
 from mergekit_ace.check.models import (
-    CHECKS,
-    check_adapters,
+    check_models,
     check_tensors,
     planned_headers,
     safetensors_dtype,
 )
-from mergekit_ace.files.checkpoints import TensorHeader, item_size
+from mergekit_ace.files.checkpoints import item_size
 from mergekit_ace.files.models import (
     GENERATION,
     Checkpoint,
@@ -36,16 +35,9 @@ from mergekit_ace.files.models import (
     read_checkpoint,
 )
 from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
-from mergekit_ace.methods.architecture import (
-    BUFFER,
-    BY_FILES,
-    build_empty,
-    model_names,
-    names_of,
-    read_names,
-)
+from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names, names_of
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
-from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed, without_numbers
+from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
 from mergekit_ace.planning import (
     PlannedMerge,
     UnplannedTensor,
@@ -71,6 +63,17 @@ class MergeEstimate:
     read: int  # bytes
     written: int
 
+    @property
+    def text(self) -> str:
+        memory = f"about {in_bytes(self.memory)}"
+        if self.device_memory is not None:
+            memory += f", and {in_bytes(self.device_memory)} on the device"
+        return (
+            f"  work  up to {self.operations:.2g} operations\n"
+            f"memory  {memory}\n"
+            f"  disk  reads {in_bytes(self.read)}, writes {in_bytes(self.written)}"
+        )
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -90,16 +93,9 @@ class Preflight:
         verdict = "nothing to complain about: the merge may start"
         if self.findings:
             verdict = f"errors: {errors}, warnings: {len(self.findings) - errors}"
-        lines = [*(finding.text for finding in self.findings), verdict]
-        if one := self.estimate:
-            device = one.device_memory
-            on_device = f", and {in_bytes(device)} on the device" if device is not None else ""
-            lines += [
-                f"  work  up to {one.operations:.2g} operations",
-                f"memory  about {in_bytes(one.memory)}{on_device}",
-                f"  disk  reads {in_bytes(one.read)}, writes {in_bytes(one.written)}",
-            ]
-        return "\n".join([*lines, "", *self.models])
+        estimate = [self.estimate.text] if self.estimate else []
+        told = [finding.text for finding in self.findings]
+        return "\n".join([*told, verdict, *estimate, "", *self.models])
 
 
 def check_merge(
@@ -115,14 +111,14 @@ def check_merge(
         unplanned: what the `mergekit-ace merge` that is about to start, and looks after the disk
             itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
     """
-    findings: list[Finding] = []
     try:
         config, source = read_merge_config(path)
     except ConfigError as error:
+        findings = [Finding.error(str(error))]
         with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
             findings += check_keys(read_yaml(path)[0])
-        return Preflight([Finding.error(str(error)), *findings])
-    findings += check_config(config, source)
+        return Preflight(findings)
+    findings = [*check_config(config, source)]
     checkpoints: dict[ModelReference, Checkpoint] = {}
     plan = estimate = None
     models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
@@ -132,12 +128,8 @@ def check_merge(
         except FileError as error:
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
-        findings += check_adapters(checkpoints, options, merged_first=unplanned is None)
-        for find_mistakes in CHECKS:
-            try:
-                findings += find_mistakes(checkpoints, config)
-            except FileError as error:
-                findings.append(Finding.error(str(error)))
+        bare_adapters = unplanned is None and not options.lora_merge_cache
+        findings += check_models(checkpoints, config, bare_adapters=bare_adapters)
         with headers_only(list(checkpoints.values())):
             try:
                 treatment = unplanned or "error"
@@ -179,7 +171,7 @@ def plan_whole(
     """Plan a merge with what mergekit leaves out of it; return also what is said of it."""
     plan_with = partial(plan_merge, config, source, options, checkpoints=checkpoints, as_run=as_run)
     plan = plan_with()
-    extra, findings = treat_unplanned(plan, checkpoints, treatment)
+    extra, findings = _treat_unplanned(plan, checkpoints, treatment)
     if extra:
         plan = plan_with(extra)
     if plan.heads and treatment != "base":
@@ -187,8 +179,7 @@ def plan_whole(
             Finding.error(
                 "the models have different numbers of labels, so that "
                 f"{listed(plan.heads)} cannot be merged",
-                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(config)}; or "
-                "replace the models by some with the same labels",
+                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(config)}",
             )
         )
     return plan, findings
@@ -207,8 +198,8 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         )
     if plan.architecture.expected_model_type == BY_FILES:
         yield Finding.warning(
-            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, "
-            "leaves tensors out, or writes other names than these have",
+            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, or "
+            "leaves tensors out",
             "merge by `mergekit-ace merge`, which goes by the names of the tensors",
         )
     settings = donor.config(trust_remote_code=trust).get_text_config()
@@ -216,8 +207,7 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         if len(entries) != len(getattr(settings, name, entries)):
             yield Finding.error(
                 f"the result has {len(entries)} layers, and its config.json would have "
-                f"{len(getattr(settings, name))} `{name}`, which transformers refuses to save: "
-                "mergekit-yaml fails at its very end",
+                f"{len(getattr(settings, name))} `{name}`: mergekit-yaml fails at its very end",
                 "merge by `mergekit-ace merge`, which writes those of the slices",
             )
     lost = lost_model_files(config, tuple(plan.architecture.tagalong_files or ()))
@@ -226,8 +216,7 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         yield Finding.warning(
             f"mergekit-yaml leaves {', '.join(sorted(lost))} of {next(iter(lost.values()))} out of "
             f"the result{end}",
-            "add what is missing with `mergekit-ace card OUT` afterwards; `mergekit-ace merge` "
-            "copies it itself",
+            "add what is missing by `mergekit-ace card OUT`, or merge by `mergekit-ace merge`",
         )
 
 
@@ -241,7 +230,7 @@ def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
         )
 
 
-def treat_unplanned(
+def _treat_unplanned(
     plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
 ) -> tuple[list[UnplannedTensor], list[Finding]]:
     """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
@@ -253,9 +242,7 @@ def treat_unplanned(
     copy all of it from the model whose config the result has, or to merge what all models have.
     """
     donor = checkpoints[config_donor(plan.config)]
-    names = model_names(donor.model)
-    ties = names.ties if names else {}
-    lost = {model: _lost_names(one, plan, [*ties]) for model, one in checkpoints.items()}
+    lost = {model: _lost_names(checkpoint, plan) for model, checkpoint in checkpoints.items()}
     own = lost[donor.model]
     foreign = {model: [n for n in names if n not in own] for model, names in lost.items()}
     findings = []
@@ -274,8 +261,7 @@ def treat_unplanned(
             Finding.warning(
                 f"{donor.model} has no tensors of these names, so the result lacks "
                 f"{_explain(foreign)}",
-                f"save all models in the same way as {donor.model}, with one version of "
-                "transformers, or without them if they are of no use",
+                f"save all models in the same way as {donor.model}, if they are of use",
             )
         )
     if treatment == "error":
@@ -286,14 +272,12 @@ def treat_unplanned(
     rows = {header.shape[0] for header in embeddings if header}
     extra, partial = [], []
     for name in own:
-        header = donor.headers.get(name)
-        common = all(name in checkpoints[model].index.tensor_paths for model in models)
-        merged = treatment == "merge" and common and _is_floating(header)
-        of_tokens = header is not None and header.shape[:1] and header.shape[0] in rows
-        vocabulary = bool(of_tokens and _VOCABULARY.search(name))
-        extra.append(
-            UnplannedTensor(name, models if merged else (donor.model,), merged, vocabulary)
-        )
+        header = donor.headers[name]
+        common = all(name in checkpoints[model].headers for model in models)
+        merged = treatment == "merge" and common
+        vocabulary = bool(_VOCABULARY.search(name)) and not rows.isdisjoint(header.shape[:1])
+        chosen = models if merged else (donor.model,)
+        extra.append(UnplannedTensor(name, chosen, merged, vocabulary))
         partial += [] if common else [name]
     if partial and treatment == "merge":
         text = f"not all models have {_explain({donor.model: partial})}; copied from there"
@@ -301,44 +285,13 @@ def treat_unplanned(
     return extra, findings
 
 
-def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find tensors that the config of the result asks for, or has no place for, before they are.
-
-    What the model that gives its config lacks, or has too many of, the result may as well.
-    """
-    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
-    stored, known = set(donor.index.tensor_paths), model_names(donor.model)
-    planned = {tensor.name for tensor in plan.tensors if planned_headers(tensor, checkpoints)}
-    if known is None or (planned == stored and not plan.config.slices):
-        return
-    try:
-        network = build_empty(copy.deepcopy(plan.out_config), trust_remote_code=trust)
-        names = read_names(network, planned)
-    except Exception:  # whatever a config or a model's constructor raises
-        return
-    foreign = planned - names.memory.keys() - names.converted
-    excused = stored - known.memory.keys() - known.converted
-    for what, faults, same in (
-        ("lacks", names.lacking, known.lacking),
-        ("has no place for", foreign, excused),
-    ):
-        templates = {without_numbers(name) for name in same}  # of any layer
-        if new := sorted(name for name in faults if without_numbers(name) not in templates):
-            yield Finding.error(
-                f"the result {what} {len(new)} tensors by its config, which is that of "
-                f"{donor.model}: {listed(new)}",
-                "see what `slices:` and `modules:` of the config leave out, and what "
-                "`mergekit-ace merge --unplanned` carries over",
-            )
-
-
-def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str]) -> list[str]:
+def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
     """Return the tensors of a checkpoint that mergekit does not know.
 
-    It knows all weights of the architecture, also of layers that are not merged. `ties` are names
-    in memory of what is tied to something else.
+    It knows all weights of the architecture, also of layers that are not merged.
     """
-    model, stored = checkpoint.model, checkpoint.index.tensor_paths
+    model, donor_names = checkpoint.model, model_names(config_donor(plan.config))
+    ties = donor_names.ties if donor_names else {}  # names in memory of what is tied
     config = model.config(trust_remote_code=plan.options.trust_remote_code)
     planned = [t.weights[model] for t in plan.tensors if model in t.weights]
     try:
@@ -349,16 +302,12 @@ def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge, ties: Sequence[str])
     names = {name for weight in (*known, *planned) for name in names_of(weight)}
     return [
         name
-        for name in stored
+        for name, header in checkpoint.headers.items()
         if name not in names
         and not any(name.endswith(key) or key.endswith(name) for key in ties)
         and not BUFFER.search(name)
-        and _is_floating(checkpoint.headers.get(name))
+        and header.dtype.startswith(("F", "BF"))
     ]
-
-
-def _is_floating(header: TensorHeader | None) -> bool:
-    return header is None or header.dtype.startswith(("F", "BF"))
 
 
 def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
@@ -367,6 +316,27 @@ def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
     count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
     models = [str(model) for model, own in names.items() if own]
     return f"{count} of {listed(models)} ({listed(tensors)})"
+
+
+def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find what the config of the result asks for, or has no place for, before it is merged."""
+    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
+    planned = {tensor.name: planned_headers(tensor, checkpoints) for tensor in plan.tensors}
+    headers = {
+        name: own.get(donor.model, next(iter(own.values()))) for name, own in planned.items() if own
+    }
+    if headers.keys() == donor.headers.keys() and not plan.config.slices:
+        return
+    result = loading_faults(plan.out_config, headers, trust)
+    config = donor.model.config(trust_remote_code=trust)
+    with suppress(ConfigError):  # transformers does not load the models either
+        text = new_faults(result, loading_faults(config, donor.headers, trust), donor.model)
+        if text:
+            yield Finding.error(
+                f"the result would be no model that transformers loads whole: {text}",
+                "see what `slices:` and `modules:` of the config leave out, and what "
+                "`mergekit-ace merge --unplanned` carries over",
+            )
 
 
 def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
@@ -403,10 +373,8 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
 def _model_lines(config: MergeConfiguration, checkpoints: Checkpoints) -> Iterator[str]:
     for model, checkpoint in checkpoints.items():
         role = "base" if model == config.base_model else "expert"
-        dtypes = sorted({header.dtype for header in checkpoint.headers.values()})
-        size = checkpoint.config.get("vocab_size")
-        vocabulary = f", vocabulary {size}" if size else ""
-        yield (
-            f"{role:>6}  {model}: {len(checkpoint.headers)} tensors, {in_bytes(checkpoint.bytes)}, "
-            f"{', '.join(dtypes) or 'unknown dtype'}{vocabulary}"
-        )
+        parts = [f"{len(checkpoint.headers)} tensors", in_bytes(checkpoint.bytes)]
+        parts += sorted(checkpoint.entries_by_dtype)
+        if size := checkpoint.config.get("vocab_size"):
+            parts.append(f"vocabulary {size}")
+        yield f"{role:>6}  {model}: {', '.join(parts)}"

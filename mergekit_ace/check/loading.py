@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from mergekit.common import ModelPath, ModelReference
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.files.checkpoints import DTYPES, read_headers
+from mergekit_ace.files.checkpoints import DTYPES, TensorHeader, read_headers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import ConfigError, listed, without_numbers
 
 _FAILURE = "its tensors cannot be put together"
+Faults = Mapping[str, Sequence[str]]  # names of tensors by what is wrong with them
 
 
 def verify_model(
@@ -24,33 +27,45 @@ def verify_model(
 ) -> str:
     """Return what is wrong with a result as transformers would load it; empty for a whole model.
 
-    Only headers are read. What the donor, which gave its config, lacks or has too many of, the
-    result may as well: a backbone without the head that its config names, for example.
+    Only headers are read. `donor` is the model that gave the result its config, see `new_faults`.
+    """
+    config = merged_model(folder).config(trust_remote_code=trust_remote_code)
+    result = loading_faults(config, read_headers(folder), trust_remote_code)
+    if not result:
+        return ""
+    config = donor.config(trust_remote_code=trust_remote_code)
+    origin = loading_faults(config, read_headers(donor_folder), trust_remote_code)
+    return new_faults(result, origin, donor)
+
+
+def new_faults(result: Faults, origin: Faults, donor: ModelReference) -> str:
+    """Return in words what is wrong with a result, and with no layer of the donor of its config.
+
+    What the donor lacks or has too many of, such as a head, the result may as well.
 
     Raises:
         ConfigError: transformers does not load the donor either.
     """
-    result = _faults(merged_model(folder), folder, trust_remote_code)
-    if not result:
-        return ""
-    origin = _faults(donor, donor_folder, trust_remote_code)
     if _FAILURE in origin:
         raise ConfigError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
     texts = []
     for what, names in result.items():
-        known = {without_numbers(name) for name in origin.get(what, ())}  # of any layer
+        known = {without_numbers(name) for name in origin.get(what, ())}
         new = [name for name in names if without_numbers(name) not in known]
         if new:
             texts.append(f"{what.format(len(new))}: {listed(new)}")
     return "; ".join(texts)
 
 
-def _faults(model: ModelReference, folder: Path, trust_remote_code: bool) -> dict[str, list[str]]:
+def loading_faults(
+    config: PretrainedConfig, headers: Mapping[str, TensorHeader], trust_remote_code: bool
+) -> Faults:
     """Load a checkpoint without its values by transformers; return names by what is wrong."""
-    config = model.config(trust_remote_code=trust_remote_code)
+    config = copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)  # headers are of what is read
     empty = {
         name: torch.empty(header.shape, dtype=DTYPES.get(header.dtype), device="meta")
-        for name, header in read_headers(folder).items()
+        for name, header in headers.items()
     }
     try:
         kind: Any = model_class(config, trust_remote_code)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
@@ -31,7 +31,7 @@ from mergekit_ace.planning import PlannedTensor
 
 DEQUANTISE = (
     "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
-    "bfloat16; or take the checkpoint that it was made from"
+    "bfloat16"
 )
 _ANOTHER = "replace the model by one of the same architecture, or save it again"
 _QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
@@ -49,6 +49,25 @@ def safetensors_dtype(name: str | None) -> str:
     """Return what a safetensors file calls a dtype that a config names; empty for none of these."""
     dtype = getattr(torch, (name or "").removeprefix("torch."), None)
     return next((own for own in FLOATING if DTYPES[own] == dtype), "")
+
+
+def check_models(
+    checkpoints: Checkpoints, config: MergeConfiguration, *, bare_adapters: bool
+) -> Iterator[Finding]:
+    """Find what is wrong with models, before their merge is planned.
+
+    Args:
+        bare_adapters: whether adapters are merged into their base first, and into no cache.
+    """
+    yield from _check_adapters(checkpoints, bare_adapters)
+    yield from check_dtypes(checkpoints, config)
+    yield from _check_heads(checkpoints, config.base_model)
+    yield from _check_functions(checkpoints, config.base_model)
+    yield from _check_chat_templates(checkpoints, config)
+    try:
+        yield from _check_tokenizers(checkpoints, config)
+    except FileError as error:  # one is damaged
+        yield Finding.error(str(error))
 
 
 def check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
@@ -90,9 +109,8 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
-    base = config.base_model
     stored = {
         m: next(filter(_is_head, one.index.tensor_paths), "") for m, one in checkpoints.items()
     }
@@ -119,16 +137,15 @@ def _is_head(name: str) -> bool:
 
 def _ties_head(config: Mapping[str, Any]) -> bool | None:
     """Return whether transformers ties the head to the embedding; None where that is unknown."""
-    text, kind = config.get("text_config"), config.get("model_type")
+    text, kind = config.get("text_config"), config.get("model_type", "")
     given = {**(text if isinstance(text, dict) else {}), **config}
     if "tie_word_embeddings" in given or kind not in CONFIG_MAPPING:
         return given.get("tie_word_embeddings")
     return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
 
 
-def check_functions(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def _check_functions(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
     """Find what the base's `config.json` says differently of an expert's weights."""
-    base = config.base_model
     origin = _function(checkpoints[base].config) if base is not None else {}
     for model, checkpoint in checkpoints.items():
         own = _function(checkpoint.config)
@@ -156,7 +173,9 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     return {n: config[n] for n in FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
-def check_chat_templates(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def _check_chat_templates(
+    checkpoints: Checkpoints, config: MergeConfiguration
+) -> Iterator[Finding]:
     """Find a result without a chat template though all experts have one."""
     donor = tokenizer_donor(config)
     speaks = {
@@ -172,7 +191,7 @@ def check_chat_templates(checkpoints: Checkpoints, config: MergeConfiguration) -
         )
 
 
-def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
     base = config.base_model or next(iter(checkpoints))
     tokens = {m: _tokens(one) for m, one in checkpoints.items() if m.lora is None or m == base}
@@ -208,19 +227,19 @@ def check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> It
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers of all tokens; empty without a tokenizer that can be read here."""
     fast, source = checkpoint.file("tokenizer.json"), checkpoint.model.model
-    try:
-        if fast:
+    if fast:
+        try:
             return Tokenizer.from_file(str(fast)).get_vocab()
-        if any(map(checkpoint.file, VOCABULARY_FILES)):
-            return AutoTokenizer.from_pretrained(
-                source.path, revision=source.revision, trust_remote_code=False
-            ).get_vocab()
-    except Exception as error:  # of many kinds: a missing library, code of the model's own
-        if fast:
+        except Exception as error:
             raise FileError(
                 f"the tokenizer of {checkpoint.model} is damaged: {fast.name} cannot be read "
                 f"({error}); download or save it again"
             ) from error
+    if any(map(checkpoint.file, VOCABULARY_FILES)):
+        with suppress(Exception):  # of many kinds: a missing library, code of the model's own
+            return AutoTokenizer.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=False
+            ).get_vocab()
     return {}
 
 
@@ -249,7 +268,7 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
             if header is None or first is None:
                 needed = not output.optional or model == tensor.base
                 if headers or not output.optional:
-                    wrong[model, "needs" if needed else "lacks"].append(weight.name)
+                    wrong[model, "needed" if needed else "lacking"].append(weight.name)
             elif header.dtype not in FLOATING and not copied:
                 wrong[model, header.dtype].append(weight.name)
             elif header.shape != first.shape and not aligned:
@@ -257,41 +276,29 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
                 text = f"{tensor.name} {header.shape} instead of {first.shape}"
                 wrong[model, kind].append(text)
     for (model, kind), names in wrong.items():
-        count, where = len(names), listed(names, 3)
-        if kind == "needs":
-            yield Finding.error(
-                f"{model} lacks {count} of {len(tensors)} tensors: {where}", _ANOTHER
-            )
-        elif kind == "lacks":
-            yield Finding.warning(
-                f"{model} lacks {count} of {len(tensors)} tensors: {where}",
-                f"{_ANOTHER}; otherwise these tensors are merged without it",
-            )
+        where, lacks = listed(names, 3), f"{model} lacks {len(names)} of {len(tensors)} tensors"
+        if kind == "needed":
+            yield Finding.error(f"{lacks}: {where}", _ANOTHER)
+        elif kind == "lacking":
+            remedy = f"{_ANOTHER}; otherwise these tensors are merged without it"
+            yield Finding.warning(f"{lacks}: {where}", remedy)
         elif kind == "vocabulary":
-            yield Finding.error(
-                f"{model} has another vocabulary: {names[0]}",
-                "align them: add the line `tokenizer: {source: base}` (or union)",
-            )
+            remedy = "align them: add the line `tokenizer: {source: base}` (or union)"
+            yield Finding.error(f"{model} has another vocabulary: {names[0]}", remedy)
         elif kind == "shape":
             yield Finding.error(
-                f"{model} has {count} tensors of another shape: {where}",
+                f"{model} has {len(names)} tensors of another shape: {where}",
                 f"remove {model}, or set base_model to the model that it was fine-tuned from",
             )
         elif not any(_check_quantised(checkpoints[model])):  # else it is said of the whole model
             yield Finding.error(
-                f"{model} has {count} tensors in {kind}, which cannot be merged: {where}",
+                f"{model} has {len(names)} tensors in {kind}, which cannot be merged: {where}",
                 f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}",
             )
 
 
-def check_adapters(
-    checkpoints: Checkpoints, options: MergeOptions, *, merged_first: bool
-) -> Iterator[Finding]:
-    """Find what hinders adapters, or does not fit the models that they are put onto.
-
-    Args:
-        merged_first: whether each is merged into its base first, as `mergekit-yaml` does.
-    """
+def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
+    """Find what hinders adapters, or does not fit the models that they are put onto."""
     adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
     ours = "merge by mergekit-ace merge, which need not; or "
     for model, lora in adapted:
@@ -302,27 +309,24 @@ def check_adapters(
         except FileError as error:
             yield Finding.error(str(error))
         settings = json_or_empty(Path(lora.path, "adapter_config.json"))
+        base = model.model
         made_for = settings.get("base_model_name_or_path")
-        if made_for and not same_name(_QUANTISED_NAME.sub("", made_for), model.model.path):
+        if made_for and not same_name(_QUANTISED_NAME.sub("", made_for), base.path):
             yield Finding.warning(
-                f"the adapter {lora} was trained on {made_for}, not on {model.model}",
+                f"the adapter {lora} was trained on {made_for}, not on {base}",
                 "put it onto the model that it was trained on",
             )
         revision = settings.get("revision")
-        known = revision in (None, "main", model.model.revision)  # PEFT seldom writes it
-        if not known and not Path(model.model.path).is_dir():
+        known = revision in (None, "main", base.revision)  # PEFT seldom writes it
+        if not known and not Path(base.path).is_dir():
             yield Finding.warning(
-                f"the adapter {lora} was trained on revision {revision} of {model.model.path}",
-                f"write {model.model.path}@{revision}+{lora}",
+                f"the adapter {lora} was trained on revision {revision} of {base.path}",
+                f"write {base.path}@{revision}+{lora}",
             )
-    if adapted and merged_first and not options.lora_merge_cache:
+    if adapted and bare:
         names = listed([str(lora) for _, lora in adapted])
         yield Finding.warning(
             f"mergekit-yaml merges adapters into their base first: {names}",
             f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
             "mergekit-yaml and to this check",
         )
-
-
-# What can be told of models before the merge is planned.
-CHECKS = (check_dtypes, check_heads, check_functions, check_chat_templates, check_tokenizers)

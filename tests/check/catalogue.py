@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `check` have in common: the command, its answer, and changes of checkpoints."""
+"""What the tests of `check` have in common: the command, its answer, and tokenizers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import yaml
-from checkpoints import ace_config
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -14,26 +13,25 @@ from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
 
-NAMES = ("base", "expert0", "expert1")
 NOTHING = {"error": "", "warning": ""}
 
 
-def family_config(folder: Path) -> dict:
-    """Return a merge of the family that `save_family` has saved in a folder."""
-    return ace_config([str(folder / name) for name in NAMES])
+def write_config(config: dict | str) -> Path:
+    """Write a config, in which `./` is the present folder: headers are cached by their paths."""
+    text = config if isinstance(config, str) else yaml.safe_dump(config)
+    Path("checked.yml").write_text(text.replace("./", f"{Path.cwd()}/"))
+    return Path("checked.yml")
 
 
-def findings(folder: Path, config: dict | str, *flags: str) -> dict[str, str]:
-    """Return what `check` says of a config, by level, with models named by their folders alone."""
-    path = folder / "checked.yml"
-    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
-    result = CliRunner().invoke(main, ["check", str(path), *flags])
+def findings(config: dict | str, *flags: str) -> dict[str, str]:
+    """Return what `check` says of a config, by level; models are named by their folders alone."""
+    result = CliRunner().invoke(main, ["check", str(write_config(config)), *flags])
     told, level = dict(NOTHING), "error"  # of a file that the command line itself refuses
     for line in result.stdout.splitlines() or [result.stderr]:
         if line.startswith(("nothing to complain about", "errors: ")):
             break
         level = line.partition(":")[0] if line.startswith(("error: ", "warning: ")) else level
-        told[level] += line.replace(f"{folder}/", "").replace("    → ", " → ") + "\n"
+        told[level] += line.replace(f"{Path.cwd()}/", "").replace("    → ", " → ") + "\n"
     assert result.exit_code == bool(told["error"]), result.output
     return {level: text.replace("\n →", " →") for level, text in told.items()}
 

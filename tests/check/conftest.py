@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,17 @@ def family(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("family")
     save_family(tiny_llama(), folder)
     return folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The present folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def paths(family, here) -> list[str]:
+    """Copies of the family in the present folder."""
+    shutil.copytree(family, here, dirs_exist_ok=True)
+    return ["./base", "./expert0", "./expert1"]

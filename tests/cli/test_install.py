@@ -7,7 +7,6 @@ installed into each for real.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -109,34 +108,12 @@ def test_known_to_mergekit_with_no_import_of_ours(environments, kind):
     assert "mergekit-ace" not in result.stderr
 
 
-# Each in a process of its own, forked from one that has imported what takes longest.
-COMMANDS = """
-import importlib, json, os, sys
-import peft  # and torch and transformers with it
-
-for command, *arguments in json.loads(sys.argv[1]):
-    if os.fork() == 0:
-        sys.argv = [command, *arguments]
-        importlib.import_module(f"mergekit.scripts.{command}").main()
-    assert os.wait()[1] == 0, command
-"""
-
-
-def test_mergekit_commands_in_fresh_processes(environments, tmp_path):
-    paths = save_family(tiny_llama(), tmp_path)
-    files = [f"{path}/model.safetensors" for path in paths]
-    sources = dict.fromkeys(("run_yaml", "multimerge"), ace_config(paths))
-    sources["merge_raw_pytorch"] = ace_config(files)
-    given = []
-    for command, source in sources.items():
-        config, out = tmp_path / f"{command}.yml", str(tmp_path / command)
-        config.write_text(yaml.safe_dump(source))
-        more = ["-I", str(tmp_path / "between"), "--out-path"] * (command == "multimerge")
-        given.append([command, str(config), *more, out])
-    run(environments["wheel"].python, "-c", COMMANDS, json.dumps(given), HF_HUB_OFFLINE="1")
-    shutil.copy(f"{paths[0]}/config.json", tmp_path / "merge_raw_pytorch")
-    for command in sources:
-        check_merge(LlamaForCausalLM, paths, tmp_path / command)
+def test_mergekit_yaml_in_a_fresh_process(environments, tmp_path):
+    paths, out = save_family(tiny_llama(), tmp_path), tmp_path / "merged"
+    (tmp_path / "ace.yml").write_text(yaml.safe_dump(ace_config(paths)))
+    program = ["-m", "mergekit.scripts.run_yaml", tmp_path / "ace.yml", out]
+    run(environments["wheel"].python, *program, HF_HUB_OFFLINE="1")
+    check_merge(LlamaForCausalLM, paths, out)
 
 
 def test_a_moved_checkout_is_one_line(artifacts, tmp_path):

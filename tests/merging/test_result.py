@@ -72,7 +72,7 @@ def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path):
     settings["modules"] = {"decoder": {"models": settings.pop("models")}}
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     text = refusal(config, out)
-    assert "the result lacks" in text
+    assert "whole: it lacks" in text
     assert "encoder.block.0" in text
     assert not out.exists()
     told = CliRunner().invoke(main, ["merge", str(config), str(out), "--no-check"]).stderr
