@@ -58,12 +58,12 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Reads YAML, and refuses a key that stands twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Raise a `ConfigError` for a key of which YAML would take the last value."""
+        """Raise a `YAMLError` for a key of which YAML would take the last value."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and name != "<<":
-                raise ConfigError(
+                raise yaml.YAMLError(
                     f"the key {name!r} stands in line {lines[name]} and again in line {line}; "
                     "remove one of them"
                 )
@@ -76,12 +76,8 @@ def read_yaml(path: Path) -> tuple[Any, str]:
     try:
         source = path.read_text(encoding="utf-8")
         documents = list(yaml.load_all(source, UniqueKeyLoader))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if len(documents) > 1:
         raise ConfigError(f"{path} is a file of several merge configs, which mergekit-multi takes")
     return documents[0] if documents else None, source
@@ -168,6 +164,10 @@ class PlannedTensor:
     def weights(self) -> dict[ModelReference, WeightInfo]:
         return dict(self.gather.weight_info.items())
 
+    def headers(self, checkpoints: Checkpoints) -> dict[ModelReference, TensorHeader]:
+        """Return the headers of all models that have it."""
+        return _stored_headers(self.weights, checkpoints)
+
     @property
     def base(self) -> ModelReference | None:
         return self.task.base_model
@@ -195,6 +195,13 @@ class PlannedTensor:
         if isinstance(self.method, TaskVectorMethod):
             return self.method.layout(self.settings, ndim)
         return stored_layout("auto", self.base, self.name, ndim)
+
+
+def _stored_headers(
+    weights: Mapping[ModelReference, WeightInfo], checkpoints: Checkpoints
+) -> dict[ModelReference, TensorHeader]:
+    found = {m: checkpoints[m].source(weight) for m, weight in weights.items() if m in checkpoints}
+    return {model: header for model, header in found.items() if header is not None}
 
 
 @dataclass(frozen=True)
@@ -361,9 +368,7 @@ class HeaderPlanner(MergePlanner):
         weights = dict(zip(models, weights_in, strict=True))
         if weight.optional and not any(map(_is_stored, models, weights_in)):
             return
-        known = [model for model in models if model in self.checkpoints]
-        found = {model: self.checkpoints[model].source(weights[model]) for model in known}
-        headers = {model: header for model, header in found.items() if header is not None}
+        headers = _stored_headers(weights, self.checkpoints)
         dtype = self._own_dtype(weight.name, headers)
         if dtype:
             weight = weight.model_copy(update={"force_dtype": dtype})

@@ -19,9 +19,8 @@ from mergekit.options import MergeOptions
 
 from mergekit_ace.check.loading import loading_faults, new_faults
 from mergekit_ace.check.models import (
-    check_models,
+    check_checkpoints,
     check_tensors,
-    planned_headers,
     safetensors_dtype,
 )
 from mergekit_ace.files.checkpoints import item_size
@@ -129,7 +128,7 @@ def check_merge(
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         bare_adapters = unplanned is None and not options.lora_merge_cache
-        findings += check_models(checkpoints, config, bare_adapters=bare_adapters)
+        findings += check_checkpoints(checkpoints, config, bare_adapters=bare_adapters)
         with headers_only(list(checkpoints.values())):
             try:
                 treatment = unplanned or "error"
@@ -321,7 +320,7 @@ def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
 def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
     """Find what the config of the result asks for, or has no place for, before it is merged."""
     donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
-    planned = {tensor.name: planned_headers(tensor, checkpoints) for tensor in plan.tensors}
+    planned = {tensor.name: tensor.headers(checkpoints) for tensor in plan.tensors}
     headers = {
         name: own.get(donor.model, next(iter(own.values()))) for name, own in planned.items() if own
     }
@@ -345,7 +344,7 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
     operations, read, written = 0.0, 0, 0
     most = most_on_device = 0  # bytes of one tensor
     for tensor in plan.tensors:
-        headers = planned_headers(tensor, checkpoints)
+        headers = tensor.headers(checkpoints)
         header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
         if header is None:
             continue

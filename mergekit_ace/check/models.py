@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from mergekit_ace.adapters.read import read_adapters
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader, json_or_empty
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, json_or_empty
 from mergekit_ace.files.models import (
     TOKENIZER_CONFIG,
     VOCABULARY_FILES,
@@ -51,7 +51,7 @@ def safetensors_dtype(name: str | None) -> str:
     return next((own for own in FLOATING if DTYPES[own] == dtype), "")
 
 
-def check_models(
+def check_checkpoints(
     checkpoints: Checkpoints, config: MergeConfiguration, *, bare_adapters: bool
 ) -> Iterator[Finding]:
     """Find what is wrong with models, before their merge is planned.
@@ -243,14 +243,6 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     return {}
 
 
-def planned_headers(
-    tensor: PlannedTensor, checkpoints: Checkpoints
-) -> dict[ModelReference, TensorHeader]:
-    """Return the headers of all models that have a planned tensor."""
-    found = {m: checkpoints[m].source(tensor.weights[m]) for m in tensor.task.model_order}
-    return {model: header for model, header in found.items() if header is not None}
-
-
 def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
     """Find tensors that a model lacks, or that have another shape, or are no weights.
 
@@ -258,7 +250,7 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
     """
     wrong: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
     for tensor in tensors:
-        headers, output = planned_headers(tensor, checkpoints), tensor.task.output_weight
+        headers, output = tensor.headers(checkpoints), tensor.task.output_weight
         dtypes = {header.dtype for header in headers.values()}
         copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
         aligned = tensor.task.gather_tensors is not tensor.gather  # rows, by their tokens

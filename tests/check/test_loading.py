@@ -79,11 +79,11 @@ def test_what_some_models_lack_is_copied(paths):
     told = findings(ace_config(paths))["error"]
     assert "2 tensors of base (mtp.both.weight, mtp.some.weight)" in told
     for treatment, warned in (("merge", True), ("base", False)):
-        arguments = ["merge", "checked.yml", treatment, "--unplanned", treatment]
+        arguments = ["merge", "checked.yml", f"as-{treatment}", "--unplanned", treatment]
         answer = CliRunner().invoke(main, arguments)
         assert answer.exit_code == 0, answer.output
         assert ("not all models have 1 tensor of" in answer.stderr) == warned
-        tensors = load_file(f"{treatment}/model.safetensors")
+        tensors = load_file(f"as-{treatment}/model.safetensors")
         assert {name for name in tensors if "mtp" in name} == {"mtp.both.weight", "mtp.some.weight"}
 
 

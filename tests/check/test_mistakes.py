@@ -124,7 +124,7 @@ ERRORS = [
 # YAML takes the last of two keys.
 TEXTS = [
     (f"{PLAIN}parameters:\n  epsilon: 1\n  epsilon: 2\n", "in line 6 and again in line 7"),
-    ("merge_method: ace\n\tbase_model: ./base\n", "is not YAML"),
+    ("merge_method: ace\n\tbase_model: ./base\n", "cannot be read as YAML"),
     (f"{PLAIN}---{PLAIN}", "is a file of several merge configs"),
 ]
 WARNINGS = [
