@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
-from click.testing import CliRunner
+from commands import command
 from mergekit.merge_methods import merge_state_dicts, merge_tensors, registry
 from safetensors.torch import load_file
 
-from mergekit_ace.cli import main
 from mergekit_ace.methods.base import flush_notices
 from mergekit_ace.plugin import METHODS, register
 
@@ -30,12 +29,6 @@ def mean_of_two(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))  # forgotten afterwards
     register((*METHODS, "mean_of_two:MeanOfTwoMerge"))
-
-
-def command(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_of_two):

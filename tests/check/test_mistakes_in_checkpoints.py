@@ -59,32 +59,10 @@ def removed(name: str, *models: str) -> Make:
     return weights(lambda tensors: tensors.pop(name), *models)
 
 
-def packed(method: str, parts: Callable[[str, Tensor], dict[str, Tensor]]) -> Make:
-    """The projections of an expert as a quantiser stores them."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if "_proj.weight" in name]:
-            tensors |= parts(name.removesuffix(".weight"), tensors.pop(name))
-
-    def make(config: dict) -> None:
-        rewrite("expert0", change)
-        configure("expert0", quantization_config={"quant_method": method})
-
-    return make
-
-
-def of_gptq(module: str, weight: Tensor) -> dict[str, Tensor]:
-    rows, columns = weight.shape
-    return {
-        f"{module}.qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
-        f"{module}.qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
-        f"{module}.scales": torch.ones(1, rows, dtype=torch.float16),
-    }
-
-
-def of_fp8(module: str, weight: Tensor) -> dict[str, Tensor]:
-    codes = weight.to(torch.float8_e4m3fn)
-    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": torch.ones(1, 1)}
+def in_fp8(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
 
 
 def saved(name: str = "expert0", shards: str = "1GB", **given: object) -> Make:
@@ -171,6 +149,7 @@ def no_dtype(config: dict) -> None:
 
 HALVED = weights(lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
 WIDE_NORM = weights(lambda t: t.update({n: x.bfloat16() for n, x in t.items() if n != NORM}), *ALL)
+GPTQ, FP8 = (settings(quantization_config={"quant_method": name}) for name in ("gptq", "fp8"))
 BIAS = {"model__layers__0__self_attn__q_proj__bias": torch.ones(32)}
 ABCD = words("abcd", "abcd", "abcd")
 UNION = merge_of(tokenizer={"source": "union"})
@@ -180,8 +159,8 @@ TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
     # Codes in the place of weights.
-    (packed("gptq", of_gptq), "I32, F16 (quantised: gptq)"),
-    (settings(quantization_config={"quant_method": "gptq"}), "remove quantization_config"),
+    (retyped("_proj", torch.int32), GPTQ, "I32, F32 (quantised: gptq)"),
+    (GPTQ, "remove quantization_config"),
     (retyped("", torch.int8), "expert0 is stored as I8, which cannot be"),
     (retyped(UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
     (retyped(UP, torch.uint8), no_dtype, "expert0 has 1 tensors in U8"),
@@ -231,7 +210,7 @@ WARNINGS: list[tuple] = [
     (added("expert0", rotary=torch.zeros(1)), "result lacks 1 tensor of expert0 (rotary)"),
     (words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
     (WIDE_NORM, merge_of(out_dtype="bfloat16"), "mergekit-yaml rounds 1 tensors that all models"),
-    (packed("fp8", of_fp8), "is quantised (fp8): its tensors are dequantised to bfloat16"),
+    (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
     (ABCD, TEMPLATES, "base, whose tokenizer the result has, has no chat template"),
     (retyped("", torch.bfloat16, 1), no_dtype, "different dtypes"),

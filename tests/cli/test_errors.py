@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from checkpoints import ace_config, rewrite, save_family, tiny_llama
@@ -18,46 +16,25 @@ def llamas(tmp_path) -> list[str]:
     return save_family(tiny_llama(), tmp_path)
 
 
-def no_base(llamas: list[str], config: dict) -> None:
-    del config["base_model"]
+SHAPE = (
+    r"_proj.weight has shape \((40, 32|32, 40)\) in .*/expert1, but .* in the base model "
+    r".*/base. Experts must be fine-tuned from this base model: replace or remove"
+)
 
 
-def only_the_base(llamas: list[str], config: dict) -> None:
-    config["models"] = [{"model": llamas[0]}]
-
-
-def another_shape(llamas: list[str], config: dict) -> None:
-    tiny_llama(intermediate_size=40).save_pretrained(llamas[2])
-
-
-def parameter(name: str, value: object) -> Callable:
-    return lambda llamas, config: config.update(parameters={name: value})
-
-
-NEGATIVE = [{"filter": "mlp.down", "value": -2}, {"value": 1e-5}]
-BEFORE = [
-    (parameter("epsilon", [1e-5, -1e-5]), "'epsilon' is -1e-05; allowed: a number, 0 or greater"),
-    (parameter("epsilon", NEGATIVE), "'epsilon' is -2; allowed: a number, 0 or"),
-    (no_base, r"(?s)no base model.*\n    base_model: NAME_OR_PATH"),
-    (only_the_base, "no expert besides the base model"),
-    (
-        another_shape,
-        r"_proj.weight has shape \((40, 32|32, 40)\) in .*/expert1, but .* in the base model "
-        r".*/base. Experts must be fine-tuned from this base model: replace or remove",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BEFORE)
-def test_nothing_is_read_first(llamas, mergekit_yaml, monkeypatch, change, message):
+@pytest.mark.parametrize(
+    ("size", "value", "message"),
+    [(40, 1, SHAPE), (48, -2, "'epsilon' is -2; allowed: a number")],
+)
+def test_nothing_is_read_first(llamas, mergekit_yaml, monkeypatch, size, value, message):
     def fail(*arguments, **options):
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(LazyTensorLoader, "get_tensor", fail)
-    config = ace_config(llamas)
-    change(llamas, config)
+    tiny_llama(intermediate_size=size).save_pretrained(llamas[2])
+    epsilon = [{"filter": "mlp.down", "value": value}, {"value": 1e-5}]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        mergekit_yaml(config)
+        mergekit_yaml(ace_config(llamas, parameters={"epsilon": epsilon}))
 
 
 def test_another_vocabulary_without_a_tokenizer_setting(llamas, mergekit_yaml):
