@@ -63,7 +63,7 @@ ERRORS = [
     ("models: ~\nslices: [{sources: [], parametres: {}}]", "slices.0: there is no"),
     # Names of models.
     ("first: {model: org/unknown}", "org/unknown is no folder in "),
-    ("more: [model: ./none]", "there is no folder none;"),
+    ("more: [model: ./none]", "there is no folder none in"),
     # Filters that reach nothing.
     ("parameters: {epsilon: [{filter: mpl, value: 1}, {value: 1}]}", "'mpl' matches no tensor"),
     ("parameters: {epsilon: [{value: 1}, {filter: mlp, value: 1}]}", f"the filter 'mlp' {NEVER}"),

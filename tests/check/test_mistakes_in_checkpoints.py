@@ -159,7 +159,7 @@ TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
     # Codes in the place of weights.
-    (retyped("_proj", torch.int32), GPTQ, "I32, F32 (quantised: gptq)"),
+    (retyped("_proj", torch.int32), GPTQ, "F32, I32 (quantised: gptq)"),
     (GPTQ, "remove quantization_config"),
     (retyped("", torch.int8), "expert0 is stored as I8, which cannot be"),
     (retyped(UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
