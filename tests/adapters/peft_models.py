@@ -37,22 +37,12 @@ SMALL = {
 }
 
 
-class Nested(nn.Module):
-    """Modules some of whose names are the endings of others', or continue them."""
+class Convolution(nn.Module):
+    """A convolution and a matrix, of which a language model has only the latter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.proj = nn.Linear(6, 6)
-        self.my_proj = nn.Linear(6, 6)
-        self.block = nn.Module()
-        self.block.proj = nn.Linear(6, 6)
-        self.block.attn = nn.Module()
-        self.block.attn.proj = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
-        self.line = nn.Conv1d(4, 5, 3)  # which no language model has
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x)
+        self.line, self.proj = nn.Conv1d(4, 5, 3), nn.Linear(6, 6)
 
 
 def tied_llama() -> nn.Module:
@@ -108,15 +98,6 @@ CASES = {
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
     "saved and no longer tied": (tied_llama, _lora(["q_proj"], modules_to_save=["lm_head"])),
     "inferred": (opt, _lora(["q_proj", "fc1"])),
-    "endings of names": (
-        Nested,
-        _lora(
-            ["proj", "my_proj"],
-            rank_pattern={"^proj": 2, "block.proj": 3, "my_proj": 5},
-            alpha_pattern={"attn.proj": 2},
-        ),
-    ),
-    "one of the endings": (Nested, _lora("proj|layers.1|layers.11")),
 }
 
 

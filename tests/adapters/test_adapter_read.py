@@ -13,7 +13,7 @@ import torch
 from checkpoints import tiny_llama
 from peft_models import (
     CASES,
-    Nested,
+    Convolution,
     Trained,
     edit_config,
     edit_tensors,
@@ -185,5 +185,5 @@ def test_saved_modules_of_a_larger_vocabulary(tmp_path):
 
 
 def test_a_convolution(tmp_path):
-    made = train_by_chance(Nested, tmp_path, target_modules=["line", "proj"], r=2)
+    made = train_by_chance(Convolution, tmp_path, target_modules=["line", "proj"], r=2)
     refuse(tmp_path, "line is a Conv1d", "merge_and_unload", network=made.network())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -36,27 +37,29 @@ def save(model, folder: Path, **options) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def config(tmp_path) -> dict:
-    """A poor merge of two experts, in two files, and a text file for each of them."""
-    base = tiny_llama()
-    save(fine_tuned(base, 3, 0.02).bfloat16(), tmp_path / "merged", max_shard_size="6KB")
-    rng = random.Random(0)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base, a poor merge of two experts, in two files, and a text file for each of them."""
+    folder, base, rng = tmp_path_factory.mktemp("family"), tiny_llama(), random.Random(0)
+    base.save_pretrained(folder / "base")
+    save(fine_tuned(base, 3, 0.02).bfloat16(), folder / "merged", max_shard_size="6KB")
+    (folder / "merged" / "merge_manifest.json").write_text("{}")
+    for seed in (1, 2):
+        save(fine_tuned(base, seed, 0.05).bfloat16(), folder / f"expert{seed}")
     for name in ("expert1", "expert2", "keep"):
         rows = [{"text": sentence(rng, rng.randint(5, 30))} for _ in range(20)]
-        write_rows(tmp_path / f"{name}.jsonl", rows)
+        write_rows(folder / f"{name}.jsonl", rows)
+    return folder
 
+
+@pytest.fixture
+def config(folder) -> dict:
     def data(name: str) -> dict:
-        return {"path": str(tmp_path / f"{name}.jsonl"), "text": "text"}
+        return {"path": str(folder / f"{name}.jsonl"), "text": "text"}
 
-    experts = [
-        {
-            "model": save(fine_tuned(base, t, 0.05).bfloat16(), tmp_path / f"expert{t}"),
-            "data": data(f"expert{t}"),
-        }
-        for t in (1, 2)
-    ]
-    return {"merged_model": str(tmp_path / "merged"), "models": experts, "keep": data("keep")}
+    names = ("expert1", "expert2")
+    experts = [{"model": str(folder / name), "data": data(name)} for name in names]
+    return {"merged_model": str(folder / "merged"), "models": experts, "keep": data("keep")}
 
 
 def run(settings: dict, out: Path, *flags: str, fails: bool = False) -> str:
@@ -77,17 +80,31 @@ def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ())
 
 
 def test_a_checkpoint_comes_out(config, tmp_path):
-    merged, out = Path(config["merged_model"]), tmp_path / "out"
-    (merged / "merge_manifest.json").write_text("{}")
-    after, _ = calibrated(config, out)
-    files = {path.name for path in merged.iterdir()} - {"merge_manifest.json"} | {"README.md"}
-    assert {path.name for path in out.iterdir()} == files
+    """Half of the way to the mathematics, where what should stay weighs as all experts do."""
+    out, words = tmp_path / "out", tokenizer()
+    found, _ = calibrated(config, out)
+    model, start = state(LlamaForCausalLM, config["merged_model"])
+
+    def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
+        lines = Path(data["path"]).read_text().splitlines()
+        texts = [torch.tensor(words(json.loads(line)["text"])["input_ids"]) for line in lines]
+        return SampleTeacher(state(LlamaForCausalLM, folder)[1], texts, weight)
+
+    teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
+    teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
+    expected = {**start}
+    for tensors in calibrated_layers(model, start, teachers, torch.device("cpu")):
+        expected |= {name: (start[name] + tensor) / 2 for name, tensor in tensors.items()}
+    for name, tensor in expected.items():
+        assert torch.equal(start[name], found[name]) == ("_proj.weight" not in name), name
+        assert torch.allclose(found[name], tensor.bfloat16().float(), rtol=0.01, atol=1e-5)
+
+    files = {path.name for path in Path(config["merged_model"]).iterdir()} | {"README.md"}
+    assert {path.name for path in out.iterdir()} == files - {"merge_manifest.json"}
     assert len(list(out.glob("*.safetensors"))) > 1
-    for name, tensor in state(LlamaForCausalLM, merged)[1].items():
-        assert torch.equal(tensor, after[name]) == ("_proj.weight" not in name), name
     assert not out.with_name("out.partial").exists()
     refused(config, out, "is not empty; give another folder, or --overwrite")
-    calibrated(config, out, "--overwrite")
+    run(config, out, "--overwrite")
     (out / "config.json").rename(out / "notes.txt")
     refused(config, out, "holds something else than a model", flags=("--overwrite",))
     assert (out / "notes.txt").exists()
@@ -96,18 +113,18 @@ def test_a_checkpoint_comes_out(config, tmp_path):
 def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     """A merge that goes five times too far comes back; what is not solved shows by how much."""
     base = tiny_llama()
-    base.save_pretrained(tmp_path / "base")
     before = base.state_dict()
     experts = [fine_tuned(base, seed, 0.003) for seed in (1, 2)]
-    for place, expert in enumerate(experts, 1):
-        expert.save_pretrained(tmp_path / f"expert{place}")
     far = fine_tuned(base, 1, 0.0)
     for name, tensor in far.state_dict().items():
         tensor += 2.5 * sum(expert.state_dict()[name] - before[name] for expert in experts)
-    config = {**config, "merged_model": save(far, tmp_path / "far")}
-    for one in config["models"]:  # without an answer, it counts as a whole
+    for one, expert in zip(config["models"], experts, strict=True):
+        one["model"] = save(expert, tmp_path / Path(one["model"]).name)
+        # without an answer, it counts as a whole
         one["data"] = {"path": one["data"]["path"], "prompt": "text"}
-    out, card = calibrated({**config, "base_model": str(tmp_path / "base")}, tmp_path / "out")
+    config["base_model"] = save(base, tmp_path / "base")
+    config["merged_model"] = save(far, tmp_path / "far")
+    out, card = calibrated(config, tmp_path / "out")
     name = "model.norm.weight"
     went = (out[name] - before[name]) / (far.state_dict()[name] - before[name])
     scale = float(went.mean())
@@ -116,41 +133,12 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     refused({**config, "base_model": str(tmp_path / "none")}, tmp_path / "out2", "none")
 
 
-def test_a_lambda_of_one_multiplies_nothing(config, tmp_path):
-    """The merge of one expert is the expert."""
-    tiny_llama().save_pretrained(tmp_path / "base")
-    one = config["models"][:1]
-    same = {**config, "merged_model": one[0]["model"], "models": one}
-    _, card = calibrated({**same, "base_model": str(tmp_path / "base")}, tmp_path / "out")
-    told = "goes 1.00 of the way from the base to an expert, and 1.00 with its change of the base "
-    assert f"{told}multiplied by 1, " in card
-
-
-def test_experts_weigh_as_much_as_what_should_stay(config, tmp_path):
-    """The result is half of the way to the mathematics on all texts."""
-    words, (found, _) = tokenizer(), calibrated(config, tmp_path / "out")
-
-    def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
-        lines = Path(data["path"]).read_text().splitlines()
-        texts = [torch.tensor(words(json.loads(line)["text"])["input_ids"]) for line in lines]
-        return SampleTeacher(state(LlamaForCausalLM, folder)[1], texts, weight)
-
-    model, start = state(LlamaForCausalLM, config["merged_model"])
-    teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
-    teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
-    for tensors in calibrated_layers(model, start, teachers, torch.device("cpu")):
-        for name, tensor in tensors.items():
-            halfway = (start[name] + tensor) / 2
-            assert torch.allclose(found[name], halfway.bfloat16().float(), rtol=0.01, atol=1e-5)
-
-
 @pytest.mark.parametrize("based", [False, True])
-def test_models_without_data_write_texts_of_their_own(config, tmp_path, monkeypatch, based):
+def test_models_without_data_write_texts_of_their_own(config, folder, tmp_path, monkeypatch, based):
     """The result is that of the same texts given as data; what stays, base or merge write."""
     monkeypatch.setattr(calibrate_module, "SAMPLES", 16)
-    tiny_llama().save_pretrained(tmp_path / "base")
     settings = {"merged_model": config["merged_model"]}
-    settings |= {"base_model": str(tmp_path / "base")} if based else {}
+    settings |= {"base_model": str(folder / "base")} if based else {}
     names, data = [one["model"] for one in config["models"]], {}
     for name in (settings["base_model" if based else "merged_model"], *names):
         model = LlamaForCausalLM.from_pretrained(name, dtype="auto").eval()
@@ -197,13 +185,14 @@ def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_ya
     paths = save_family(tiny_llama(), tmp_path)
     for path in paths:
         tokenizer().save_pretrained(path)
-    report = tmp_path / "ace.jsonl"
-    merged = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    first, second = (one["data"] for one in config["models"])
-    experts = [{"model": paths[1], "data": first},
-               {"model": paths[2], "task": "medicine", "data": second}]  # fmt: skip
-    out = tmp_path / "out"
-    _, text = calibrated({**config, "merged_model": str(merged), "models": experts}, out)
+    report, out = tmp_path / "ace.jsonl", tmp_path / "out"
+    config["merged_model"] = str(
+        mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
+    )
+    for one, path in zip(config["models"], paths[1:], strict=True):
+        one["model"] = path
+    config["models"][1]["task"] = "medicine"
+    _, text = calibrated(config, out)
     section = text[text.index("## Calibration") :]
     for words in ("The ridge was 1, ", "went 0.5 of the way", f"| `{Path(paths[1]).name}` | 20 |",
                   "| `medicine` | 20 |", "| what should stay | 20 |"):  # fmt: skip
@@ -215,13 +204,16 @@ def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_ya
     assert again.count("## How this merge was made") == 1
 
 
-def test_mistakes_are_told(config, tmp_path, monkeypatch):
+def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
     """Before a text is written, and nothing is left behind."""
-    words = tokenizer()
+    words, larger = tokenizer(), copy.deepcopy(config)
     words.add_tokens(["new"])
-    for name in ("merged", "expert1", "expert2"):
-        words.save_pretrained(tmp_path / name)
-    write_rows(tmp_path / "new.jsonl", [{"text": "w1 w2 new"}] * 3)
+    for one in (larger["models"][0], larger["models"][1]):
+        one["model"] = str(shutil.copytree(one["model"], tmp_path / Path(one["model"]).name))
+        words.save_pretrained(one["model"])
+    larger["merged_model"] = str(shutil.copytree(folder / "merged", tmp_path / "merged"))
+    words.save_pretrained(tmp_path / "merged")
+    new = write_rows(tmp_path / "new.jsonl", [{"text": "w1 w2 new"}] * 3)
     monkeypatch.setattr(calibrate_module, "write_own_texts", None)
     wide = save(LlamaForCausalLM(tiny_llama(intermediate_size=40).config), tmp_path / "wide")
     gemma = save(Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8)), tmp_path / "gemma")
@@ -229,11 +221,8 @@ def test_mistakes_are_told(config, tmp_path, monkeypatch):
     train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
     for changes, message in (
         ({"keep": {"path": str(tmp_path / "none.jsonl"), "text": "text"}}, "none.jsonl"),
-        ({"keep": {"path": str(tmp_path / "keep.jsonl"), "image": "text"}}, "keep needs the col"),
-        (
-            {"keep": {"path": str(tmp_path / "new.jsonl"), "text": "text"}},
-            "has the token number 40, but ",
-        ),
+        ({"keep": {**config["keep"], "text": None, "image": "text"}}, "keep needs the col"),
+        (larger | {"keep": {"path": new, "text": "text"}}, "has the token number 40, but "),
         ({"models": [{**first, "model": wide}]}, "give the experts that were merged"),
         ({"models": [{"model": str(lone)}]}, f"write BASE+{lone}"),
         ({"merged_model": gemma, "models": [{"model": gemma}]}, "Gemma2ForCausalLM cannot be cal"),
@@ -250,29 +239,30 @@ def test_texts_are_cut_to_a_sliding_window(config, tmp_path):
     assert "| what should stay | 20 | 80 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_what_is_read_is_neither_replaced_nor_dropped(config, tmp_path):
-    keep = {**config["keep"], "path": str(tmp_path / "expert2" / "keep.jsonl")}
-    shutil.copy(tmp_path / "keep.jsonl", keep["path"])
-    shutil.copytree(tmp_path / "expert1", partial := tmp_path / "out.partial")
+def test_what_is_read_is_neither_replaced_nor_dropped(config, folder, tmp_path):
+    first, kept = config["models"][0], shutil.copytree(folder / "base", tmp_path / "kept")
+    keep = {**config["keep"], "path": str(shutil.copy(folder / "keep.jsonl", kept))}
+    partial = str(shutil.copytree(first["model"], tmp_path / "out.partial"))
+    inside = tmp_path / "merged" / "calibrated"  # the copy of the merge would hold itself
+    config["merged_model"] = str(shutil.copytree(folder / "merged", inside.parent))
 
     def files() -> list[Path]:
         return sorted(path for path in tmp_path.rglob("*") if path.suffix != ".yml")
 
     before = files()
-    first = config["models"][0]
     for out, changes in (
-        ("expert1", {}),
-        ("merged/calibrated", {}),  # the copy of the merge would hold itself
-        ("expert2", {"models": [first], "keep": keep}),
-        ("out", {"models": [{**first, "model": str(partial)}]}),
+        (inside, {}),
+        (inside.parent, {}),
+        (kept, {"keep": keep}),
+        (tmp_path / "out", {"models": [{**first, "model": partial}]}),
     ):
         told = "which is read, or lies in it; give another folder"
-        refused(config | changes, tmp_path / out, told, flags=("--overwrite",))
+        refused(config | changes, out, told, flags=("--overwrite",))
     assert files() == before
     with FileLock(tmp_path / "other.partial.lock"):
         refused(config, tmp_path / "other", "another run is writing to")
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    calibrated(config, tmp_path / "link")
+    run(config, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "disk" / "config.json").exists()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every linear of a calibrated model, against a naive least squares on what hooks see in models."""
+"""What a calibration computes, against whole models: linear layers as hooks see them, and λ."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -18,26 +19,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from mergekit_ace.calibration.calibrate import comparison_batch
 from mergekit_ace.calibration.layers import (
     RIDGE,
+    SCALES,
     WRITERS,
     SampleTeacher,
     calibrated_layers,
+    choose_scale,
     decoder_steps,
+    scaled_weights,
 )
 from mergekit_ace.training import tasks
 
-
-@pytest.fixture(params=[False, True], ids=["plain", "biased"])
-def family(request) -> list[LlamaForCausalLM]:
-    """A base, two experts, and a poor merge of them."""
-    base = tiny_llama(attention_bias=request.param)
-    return [base, *(fine_tuned(base, seed, 0.05) for seed in (1, 2)), fine_tuned(base, 3, 0.02)]
-
-
-def draw(model: LlamaForCausalLM, rng: torch.Generator, *lengths: int) -> list[Tensor]:
-    """Texts of so many tokens."""
-    return [torch.randint(model.config.vocab_size, (length,), generator=rng) for length in lengths]
+CPU = torch.device("cpu")
 
 
 def stacked_least_squares(
@@ -84,26 +79,36 @@ def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, Watched]:
     return seen
 
 
-def test_every_linear_is_the_least_squares(family, rng, monkeypatch):
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_linear_is_the_least_squares(rng, monkeypatch, biased):
     """What a linear reads in the calibrated model is what it was calibrated on.
 
-    Of three texts the longest is alone, and the others are padded.
+    Of three texts the longest is alone, and the others are padded. Where inputs are all zero,
+    weights stay.
     """
     monkeypatch.setitem(tasks._TOKENS, "cpu", 40)
-    base, *experts, merge = family
+    base = tiny_llama(attention_bias=biased)
     base.set_attn_implementation("eager")  # which is not causal without a mask
-    texts = [draw(base, rng, 24, 9, 17), draw(base, rng, 20, 12)]
+    merge, *experts = (fine_tuned(base, seed, 0.05) for seed in (3, 1, 2))
+    merge.model.layers[1].post_attention_layernorm.weight.data.zero_()
+    texts = [
+        [torch.randint(base.config.vocab_size, (length,), generator=rng) for length in lengths]
+        for lengths in ((24, 9, 17), (20, 12))
+    ]
     teachers = [
         SampleTeacher(expert.state_dict(), own, weight)
         for expert, own, weight in zip(experts, texts, (0.4, 0.6), strict=True)
     ]
     start = {name: tensor.clone() for name, tensor in merge.state_dict().items()}
     found = {**start}
-    for tensors in calibrated_layers(base, start, teachers, torch.device("cpu")):
+    for tensors in calibrated_layers(base, start, teachers, CPU):
         found |= tensors
     merge.load_state_dict(found)
     for name in watch(merge, texts[0][0][None]):
         key = f"model.layers.{name}.weight"
+        if name.startswith("1.mlp."):
+            assert torch.equal(found[key], start[key])
+            continue
         rows = []
         for expert, teacher in zip(experts, teachers, strict=True):
             inputs, wanted = [], []
@@ -128,9 +133,92 @@ def test_every_linear_is_the_least_squares(family, rng, monkeypatch):
 def test_steps_are_those_of_the_layer(build, rng):
     model = build(build.config_class(**LLAMA, head_dim=16))
     layer, hidden = model.model.layers[0], torch.randn(1, 12, 32, generator=rng)
-    for length in (12, 7):
-        rotary = model.model.rotary_emb(hidden, torch.arange(length)[None])
-        *_, (found, _) = decoder_steps(layer, hidden[:, :length], rotary)
-        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
-        whole = layer(hidden[:, :length], position_embeddings=rotary, attention_mask=mask)
-        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)
+    rotary = model.model.rotary_emb(hidden, torch.arange(12)[None])
+    *_, (found, _) = decoder_steps(layer, hidden, rotary)
+    mask = torch.full((12, 12), -torch.inf).triu(1)[None, None]
+    whole = layer(hidden, position_embeddings=rotary, attention_mask=mask)
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-4)
+
+
+def draw(vocabulary: int, rng: torch.Generator, rows: int) -> dict[str, Tensor]:
+    """Texts with a prompt, of which the first one is padded."""
+    ids = torch.randint(vocabulary, (rows, 12), generator=rng)
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    supervised = mask.bool()
+    supervised[:, :4] = False
+    return {"input_ids": ids, "attention_mask": mask, "supervised": supervised}
+
+
+def naive_share(base, merged, experts, batches, scale: float) -> float:
+    """Whole models in float64, one sequence at a time."""
+
+    def log_probabilities(model, ids: Tensor) -> Tensor:
+        return model.double()(ids[None]).logits[0].log_softmax(dim=-1)
+
+    between, origin = copy.deepcopy(merged).double(), base.double().state_dict()
+    parts = between.state_dict().items()
+    between.load_state_dict({n: origin[n] + scale * (part - origin[n]) for n, part in parts})
+    shares = []
+    for expert, batch in zip(experts, batches, strict=True):
+        found = {"base": 0.0, "between": 0.0}
+        for ids, mask, wanted in zip(*batch.values(), strict=True):
+            ids, wanted = ids[: int(mask.sum())], wanted[: int(mask.sum())]
+            target = log_probabilities(expert, ids)[:-1][wanted[1:]]
+            for name, model in (("base", base), ("between", between)):
+                other = log_probabilities(model, ids)[:-1][wanted[1:]]
+                found[name] += float((target.exp() * (target - other)).sum())
+        shares.append(1 - found["between"] / found["base"])
+    return sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_the_best_scale_is_that_of_whole_models(rng, tied):
+    base = tiny_llama(tie_word_embeddings=tied)
+    experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
+    merged = copy.deepcopy(base)
+    for name, tensor in merged.state_dict().items():
+        tensor += sum(expert.state_dict()[name] - base.state_dict()[name] for expert in experts)
+    batches = [draw(base.config.vocab_size, rng, rows) for rows in (3, 4)]
+    stored = [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for model in (base, merged, *experts)
+    ]
+    if tied:  # as on disk
+        for weights in stored:
+            del weights["lm_head.weight"]
+    config = copy.deepcopy(base.config)
+    config.attention_dropout = 0.5  # of training, which this is not
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).bfloat16()
+    model.model.rotary_emb = copy.deepcopy(base.model.rotary_emb)
+    table, more = stored[2]["model.embed_tokens.weight"], torch.ones(3, base.config.hidden_size)
+    stored[2]["model.embed_tokens.weight"] = torch.cat((table, more))  # which the merge has not
+    pairs = list(zip(stored[2:], batches, strict=True))
+    scale, share, before = choose_scale(model, stored[0], stored[1], pairs, CPU)
+    curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
+    assert scale == SCALES[curve.index(max(curve))]
+    assert share == pytest.approx(max(curve), abs=2e-3)
+    assert before == pytest.approx(curve[SCALES.index(1.0)], abs=2e-3)
+
+
+def test_what_the_base_lacks_stays_as_merged():
+    base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
+    between = scaled_weights({"a": base}, {"a": merged, "b": merged}, 0.25)
+    assert between["a"].dtype == torch.float32
+    assert between["a"][:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
+    assert torch.equal(between["b"], merged)
+    fewer = scaled_weights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
+    assert fewer["a"].tolist() == [[0.5] * 3]
+
+
+def test_texts_that_are_compared():
+    def texts(length: int, count: int = 1) -> list[dict[str, Tensor]]:
+        return [{"input_ids": torch.arange(length)}] * count
+
+    long = comparison_batch(texts(400, 64))
+    assert long["input_ids"].shape == (5, 400), "2,048 tokens at most"
+    mixed = comparison_batch([*texts(3000), *texts(7), *texts(4)])
+    assert mixed["attention_mask"].sum(dim=1).tolist() == [7, 4]
+    assert comparison_batch(texts(3000))["input_ids"].shape == (1, 3000)
