@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from mergekit.common import ModelReference
 from mergekit.graph import Task
-from mergekit.io.tasks import GatherTensors, LoaderCache, LoadTensor
+from mergekit.io.tasks import GatherTensors, LoadTensor
 from mergekit.merge_methods.base import TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import InstanceOf
@@ -97,13 +97,6 @@ def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
         f"the weights of {planned.name} sum to {whole:.4g}, so that the base itself would be "
         "scaled; let them sum to 1, or leave out normalize: false"
     )
-
-
-def show_bases(models: Iterable[ModelReference]) -> None:
-    """Let mergekit plan with the files of the base in the place of an adapter's merged model."""
-    cache = LoaderCache()
-    for model in models:
-        cache.loaders[model] = cache.get(base_of(model))
 
 
 def use_adapters(

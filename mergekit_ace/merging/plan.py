@@ -15,7 +15,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
-from mergekit_ace.adapters.merge import show_bases, use_adapters
+from mergekit_ace.adapters.merge import use_adapters
 from mergekit_ace.adapters.read import (
     Adapter,
     adapter_folder,
@@ -74,7 +74,7 @@ def plan_run(
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)
-    show_bases(adapters)
+        cache.loaders[model] = cache.get(base_of(model))  # mergekit would merge the adapter
     folders = {model: Path(cache.get(model).index.base_path) for model in models}
     checkpoints = {model: checkpoint_of(model, folder) for model, folder in folders.items()}
     open_quantised(checkpoints)

@@ -22,8 +22,6 @@ from mergekit_ace.adapters import merge as adapter_merge
 from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.low_rank import LowRank
 
-METHODS = {"ace": {}, "linear": {"weight": 0.5}}
-
 
 @pytest.fixture
 def family(tmp_path) -> list[str]:
@@ -42,18 +40,13 @@ def merge(config: dict, out: Path, kind: str, *flags: object) -> dict[str, Tenso
     return {name: change.factors().dense().float() for name, change in changes.items()}
 
 
-def check(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "weight"), [("ace", {}), ("linear", {"weight": 0.5})])
 @pytest.mark.parametrize("kind", ["adapter", "merge"])
-def test_adapters(gpu, tmp_path, family, kind, method):
-    config = config_of(family, method, **METHODS[method])
+def test_adapters(gpu, tmp_path, family, kind, method, weight):
+    config = config_of(family, method, **weight)
     expected = merge(config, tmp_path / "cpu", kind)
-    check(merge(config, tmp_path / "gpu", kind, "--device", gpu), expected)
+    found = merge(config, tmp_path / "gpu", kind, "--device", gpu)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "merge"])
@@ -73,5 +66,5 @@ def test_full_devices(monkeypatch, tmp_path, caplog, family, kind):
         for module in (adapter_merge, adapter_command):
             monkeypatch.setattr(module, "merge_changes", beside_others)
         found = merge(config, tmp_path / "gpu", kind, "--device", GPU)
-    check(found, expected)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

@@ -12,25 +12,13 @@ from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_relative, naive_table, task_vector_error
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_matrix, merge_tensor
-from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs, pack, packed_size
+from mergekit_ace.algebra.ridge import MeasuredInputs
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 
 
 def measured(covariances, mix: float) -> MeasuredInputs:
     return MeasuredInputs(covariances=in_memory(covariances), mix=mix)
-
-
-def test_packed_and_back(rng):
-    matrix = random_covariance(rng, 7)
-    packed = pack(matrix)
-    assert packed.shape == (packed_size(7),) == (28,)
-    one = MeasuredCovariance(packed, 7)
-    torch.testing.assert_close(one.matrix(matrix), matrix)
-    assert one.trace == pytest.approx(float(matrix.trace()))
-    lowered = MeasuredCovariance(packed, 7, off_diagonal=0.3).matrix(matrix)
-    expected = 0.3 * matrix + 0.7 * matrix.diagonal().diag()
-    torch.testing.assert_close(lowered, expected)
 
 
 CENTRED = {"centred": True, "structural_prior": True}
