@@ -379,10 +379,9 @@ def methods(name: str | None, markdown: bool) -> None:
 
     NAME is that of one method, as in `merge_method:`.
     """
-    from mergekit_ace.methods.reference import find_methods, reference_markdown, reference_text
+    from mergekit_ace.methods.reference import find_methods, method_reference
 
-    found = find_methods(name)
-    click.echo(reference_markdown(found) if markdown else reference_text(found), nl=not markdown)
+    click.echo(method_reference(find_methods(name), whole_page=markdown), nl=False)
 
 
 def read_config(path: Path, kind: type[M], given: dict[str, Any]) -> M:

@@ -41,7 +41,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     for name, tensor in load_file(out / "model.safetensors").items():
         torch.testing.assert_close(tensor, one[name].lerp(two[name], 0.25))
     about = "Mean of two: Goes from one expert towards the other. https://example.org/mean"
-    assert "share: 0.5; a number from 0 to 1" in command("methods", "mean_of_two")
+    assert "`share`: 0.5; a number from 0 to 1" in command("methods", "mean_of_two")
     assert "@article{doe2026mean," in command("methods")
     checked = command("check", config)
     assert about in checked

@@ -64,5 +64,4 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     ],
 )
 def test_resolve_layout(layout, name, ndim, stored, expected):
-    known = {stored: True} if stored else {}
-    assert resolve_layout(layout, name, ndim, **known) == expected
+    assert resolve_layout(layout, name, ndim, stored) == expected

@@ -8,7 +8,7 @@ import torch
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.low_rank import LowRank
-from mergekit_ace.methods.base import TensorSettings, merge_low_rank
+from mergekit_ace.methods.base import TensorSettings
 
 BAR = 1e-9
 
@@ -45,7 +45,7 @@ def check(method_name, deltas, layout="matrix", coefficients=None, bar=BAR, **pa
     base = torch.zeros(shape, dtype=torch.float64)
     full = [delta.dense() if delta else base.clone() for delta in deltas]
     expected, wanted = method.merge([base, *full], settings)
-    merge = merge_low_rank(method, deltas, settings)
+    merge = method.merge_low_rank(deltas, settings)
     got = merge.delta.dense() if merge.delta else base
     assert got.shape == expected.shape
     assert float((got - expected).norm()) <= bar * float(expected.norm())
@@ -163,7 +163,7 @@ def test_coefficients_are_those_of_the_full_tensors():
 def test_the_rank_is_cut_by_the_singular_values_of_each_matrix(stack):
     deltas, method = family((*stack, 20, 30), stack=stack), merge_methods.get("ace")
     settings = settings_of(method, 3, "stacked" if stack else "matrix")
-    whole, cut = (merge_low_rank(method, deltas, settings, rank) for rank in (None, 4))
+    whole, cut = (method.merge_low_rank(deltas, settings, rank) for rank in (None, 4))
     left, values, right = torch.linalg.svd(whole.delta.dense(), full_matrices=False)
     nearest = (left[..., :4] * values[..., None, :4]) @ right[..., :4, :]
     assert (whole.delta.rank, cut.delta.rank) == (10, 4)

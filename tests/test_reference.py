@@ -22,26 +22,26 @@ OPTIONS = {p.name: p for p in option_parameters(AceOptions)}
 def test_what_is_said_of_a_method(method):
     spec = method.spec
     text = " ".join(command("methods", spec.name).split())
-    head = f"{spec.name}: {spec.pretty_name}, {spec.reference_url}"
-    for said in (head, method.summary, *method.citations):
+    head = f"## `{spec.name}`: {spec.pretty_name}"
+    for said in (head, spec.reference_url, method.summary, *method.citations):
         assert " ".join(said.split()) in text
     for parameter in spec.parameters:
         assert parameter.method == spec.name
         assert parameter.description.endswith(".")
         assert parameter.validate(parameter.default) == parameter.default
-        for said in (f"{parameter.name}: ", parameter.allowed, parameter.description):
+        for said in (f"* `{parameter.name}`: ", parameter.allowed, parameter.description):
             assert said
             assert " ".join(said.split()) in text
-    assert "report: " in text
+    assert "* `report`: " in text
     assert method.layouts == () or "transposed" in method.layouts
     assert head in command("methods")
 
 
 def test_words_for_what_is_allowed():
     text = command("methods", "wudi")
-    assert "solver: adam; one of adam, exact" in text
+    assert "`solver`: adam; one of adam, exact. " in text
     assert "tsv_m" not in text
-    assert "weight: 1.0; a number, 0 or greater; per expert" in command("methods", "ace")
+    assert "`weight`: 1.0; a number, 0 or greater; per expert. " in command("methods", "ace")
     unknown = command("methods", "acee", fails=True)
     assert "no method 'acee' here; there are ace, ace_relative" in unknown
 

@@ -17,14 +17,12 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from mergekit_ace.adapters.read import Adapter, Change, base_of, find_changes
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, has_low_rank
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
     check_finite,
     first_that_fits,
-    has_low_rank,
-    merge_low_rank,
 )
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
@@ -57,7 +55,7 @@ def merge_changes(
         return space.expand(_execute(planned, zero, cores), shape, rank or most)
     settings = method.complete(planned.settings, len(shape))
     try:
-        merged = merge_low_rank(method, deltas, settings, rank)
+        merged = method.merge_low_rank(deltas, settings, rank)
     except MERGE_ERRORS as error:
         raise ValueError(method.explain(error, settings)) from error
     method.mention(settings, merged.record)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, leading_directions
-from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
+from mergekit_ace.algebra.task_vectors import PairTable, Subspaces, TensorRecord
 
 # Entries compared at once, which stay in a cache.
 CHUNK = 2**18
@@ -20,8 +20,6 @@ CHUNK = 2**18
 SUBSPACE = 16
 # Of a stack of matrices, so many are looked at, evenly spaced.
 STACK_SAMPLE = 4
-
-PairTable = tuple[tuple[float | None, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -33,27 +31,6 @@ class Comparison:
     relative_size: tuple[float | None, ...]  # ‖Δ_t‖/‖W0‖; None where W0 is zero
     unchanged: tuple[float, ...]  # share of entries with W_t = W0
     cosine: PairTable  # ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero
-
-
-@dataclass(frozen=True)
-class Subspaces:
-    """Leading singular directions of the task vectors of one matrix, (o, i).
-
-    They overlap by ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors: 1 where both subspaces
-    of the input space are the same, 0 where they are orthogonal, k/i in the mean over random ones.
-    """
-
-    size: int  # k: `SUBSPACE`, or the least rank of a task vector that is not zero
-    stable_rank: tuple[float | None, ...]  # ‖Δ_t‖_F² / σ_1², 1 to the rank; None for Δ_t = 0
-    inputs: PairTable  # how far they overlap, T × T; None where a task vector is zero
-    outputs: PairTable  # the same of the left singular vectors
-
-
-@dataclass(frozen=True)
-class MatrixInspection(MatrixRecord):
-    """The record of a matrix's merge, and what only `inspect` measures of it."""
-
-    subspaces: Subspaces | None = None  # None where nobody looked
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -127,10 +104,7 @@ def add_subspaces(
     """
     if len(record.matrices) != len(stacks):
         return record
-    close = evenly_spaced(len(stacks), STACK_SAMPLE)
-    subspaces = [
-        compare_subspaces(stack()) if n in close else None for n, stack in enumerate(stacks)
-    ]
-    pairs = zip(record.matrices, subspaces, strict=True)
-    matrices = tuple(MatrixInspection(**vars(matrix), subspaces=own) for matrix, own in pairs)
-    return replace(record, matrices=matrices)
+    matrices = list(record.matrices)
+    for n in evenly_spaced(len(stacks), STACK_SAMPLE):
+        matrices[n] = replace(matrices[n], subspaces=compare_subspaces(stacks[n]()))
+    return replace(record, matrices=tuple(matrices))

@@ -9,14 +9,14 @@ rows, and ACE's prior, both bases are turned until Uᵀ1 and Vᵀ1 are multiples
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision
-from mergekit_ace.algebra.task_vectors import FixedLayout
+from mergekit_ace.algebra.task_vectors import FixedLayout, TensorRecord
 
 # Singular values of a merged core below this share of the largest are what rounding leaves of 0.
 NOTHING = 1e-13
@@ -57,15 +57,10 @@ class LowRank:
 
     def read_as(self, layout: FixedLayout) -> LowRank:
         """Return the matrix, or stack, that a layout by which it is of low rank makes of it."""
-        shape = (*self.left.shape[:-1], self.right.shape[-1])
-        matrices = LowRank(self.left, self.right, shape)
-        return matrices.transposed if layout == "transposed" else matrices
-
-    @property
-    def transposed(self) -> LowRank:
-        """Δᵀ of a matrix, or of every matrix of a stack."""
-        *stack, rows, columns = self.shape
-        return LowRank(self.right.mT, self.left.mT, (*stack, columns, rows))
+        left, right = self.left, self.right
+        if layout == "transposed":
+            left, right = right.mT, left.mT
+        return LowRank(left, right, (*left.shape[:-1], right.shape[-1]))
 
     def dense(self) -> Tensor:
         """Return Δ, in the shape of the stored tensor."""
@@ -76,10 +71,6 @@ class LowRank:
         more = max(0, rank - self.rank)
         left = torch.nn.functional.pad(self.left, (0, more))
         return LowRank(left, torch.nn.functional.pad(self.right, (0, 0, 0, more)), self.shape)
-
-    def matrix(self, number: int) -> LowRank:
-        """Return one matrix of a stack."""
-        return LowRank(self.left[number], self.right[number], self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -140,3 +131,54 @@ def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
     """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
     space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
     return space.expand(space.core(delta), delta.shape, rank)
+
+
+@dataclass(frozen=True)
+class LowRankMerge:
+    """The merge of one tensor: λ X, what of ‖X‖² was cut off, and what was done."""
+
+    delta: LowRank | None  # None where nothing has changed
+    lost: float
+    record: TensorRecord
+
+
+def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
+    """Tell whether what a layout makes of a product, or of one per matrix, is of low rank."""
+    if layout in ("mean", "flattened"):
+        return layout == "mean" or not stack
+    return ndim == 2 or (stack and layout in ("stacked", "transposed"))
+
+
+def merge_in_span(
+    deltas: Sequence[LowRank | None],
+    layout: FixedLayout,
+    merge: Callable[[list[Tensor], FixedLayout, CoreSpace | None], tuple[Tensor, TensorRecord]],
+    rank: int | None,
+) -> LowRankMerge:
+    """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
+
+    `deltas` has None for an expert that left the tensor as it was. `merge` is a method's merge of
+    full tensors, the base's first, by a layout, or of the cores that a space has of them; it stays
+    in their span. `rank` is the most that the result may have.
+    """
+    views = [delta and delta.read_as(layout) for delta in deltas]
+    given = [delta for delta in views if delta is not None]
+    first, most = given[0], sum(delta.rank for delta in given)
+    shape = next(delta.shape for delta in deltas if delta is not None)
+    if layout == "table":  # row by row, in coordinates of the rows' span
+        basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
+        zero = first.left.new_zeros(first.shape[0], basis.shape[1])
+        tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in views]
+        table, record = merge([zero, *tables], layout, None)
+        merged, lost = compress(LowRank(table, basis.mT, shape), min(rank or most, most))
+    else:
+        space = CoreSpace.of(given)
+        zero = space.zeros()
+        cores = [space.core(delta) if delta else zero.clone() for delta in views]
+        solved = "mean" if layout == "mean" else "stacked" if zero.ndim == 3 else "matrix"
+        core, record = merge([zero, *cores], solved, space)
+        merged, lost = space.expand(core, first.shape, min(rank or most, most))
+    record = replace(record, shape=shape, layout=layout)
+    if all(matrix.rule == "base" for matrix in record.matrices):
+        return LowRankMerge(None, 0.0, record)
+    return LowRankMerge(replace(merged.read_as(layout), shape=shape), lost, record)

@@ -49,34 +49,35 @@ LONGEST = 8
 Step = tuple[Tensor, Tensor]
 
 
+@full_precision()
 def merge_two_sided(
-    base: Tensor,
-    active: ActiveExperts,
-    epsilon: float,
-    scale: float,
-    measured: MeasuredInputs | None = None,
+    base: Tensor, active: ActiveExperts, epsilon: float, scale: float, measured: MeasuredInputs
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix, (o, i): W0 + λ X, and the record.
+    """Merge the versions of one matrix, (o, i), that at least two experts changed: W0 + λ X.
 
-    Args:
-        base: W0, (o, i).
-        active: at least two experts that changed it.
-        epsilon: ε in units of ‖S‖² / tr(S) of S = Σ_t D_tᵀD_t.
-        scale: λ.
-        measured: covariances of the inputs, which replace a share of D_tᵀD_t.
-
-    Raises:
-        IllConditionedError: Σ w_t K_t cannot be factored, even in float64.
+    ε is in units of ‖S‖² / tr(S) of S = Σ_t D_tᵀD_t; what was `measured` of the inputs replaces a
+    share of D_tᵀD_t. All is done in float64 where float32 is not enough; an `IllConditionedError`
+    says that even there Σ w_t K_t cannot be factored.
     """
-    merged, ridge = _regress(base, active, epsilon, measured)
-    used = measured and any(measured.covariance(position) for position in active.positions)
+    for dtype in dict.fromkeys((active.dtype, torch.float64)):
+        stack = active.stack if active.stack is not None and active.stack.dtype == dtype else None
+        deltas = form_stack(base, active.experts, dtype) if stack is None else stack
+        problem = TwoSided(deltas, active, epsilon, measured)
+        lengths: list[Step] = []
+        merged = problem.descend([1.0] * len(deltas), lengths)
+        if any(coefficient != 1 for coefficient in active.coefficients):
+            merged = problem.descend(active.coefficients, lengths)
+        if bool(merged.isfinite().all()):
+            break
+    else:
+        raise IllConditionedError("the sum of the covariances is singular or nearly so")
     size = float(torch.linalg.vector_norm(merged, dtype=torch.float64))
     record = active.record(
         "ace_plus",
-        epsilon=active.spread([ridge * weight for weight in active.weights], None),
-        ridge=ridge * active.shape[1],
+        epsilon=active.spread([problem.ridge * weight for weight in active.weights], None),
+        ridge=problem.ridge * active.shape[1],
         amplification=size**2 / sum(active.tau),
-        mix=measured.mix if measured and used else None,
+        mix=measured.mix if any(map(measured.covariance, active.positions)) else None,
     )
     return merged.mul_(scale * STRENGTH).add_(base), record
 
@@ -89,33 +90,11 @@ def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scal
     return merged.add_(total, alpha=scale)
 
 
-@full_precision()
-def _regress(
-    base: Tensor, active: ActiveExperts, epsilon: float, measured: MeasuredInputs | None
-) -> tuple[Tensor, float]:
-    """Return X, (o, i), and ε; in float64 where float32 is not enough."""
-    for dtype in dict.fromkeys((active.dtype, torch.float64)):
-        stack = active.stack if active.stack is not None and active.stack.dtype == dtype else None
-        deltas = form_stack(base, active.experts, dtype) if stack is None else stack
-        problem = TwoSided(deltas, active, epsilon, measured)
-        lengths: list[Step] = []
-        merged = problem.descend([1.0] * len(deltas), lengths)
-        if any(coefficient != 1 for coefficient in active.coefficients):
-            merged = problem.descend(active.coefficients, lengths)
-        if bool(merged.isfinite().all()):
-            return merged, problem.ridge
-    raise IllConditionedError("the sum of the covariances is singular or nearly so")
-
-
 class TwoSided:
     """The regression on inputs and outputs; the task vectors, (T, o, i), become the D_t."""
 
     def __init__(
-        self,
-        deltas: Tensor,
-        active: ActiveExperts,
-        epsilon: float,
-        measured: MeasuredInputs | None,
+        self, deltas: Tensor, active: ActiveExperts, epsilon: float, measured: MeasuredInputs
     ):
         sizes = [math.sqrt(tau) for tau in active.tau]
         deltas /= deltas.new_tensor(sizes)[:, None, None]
@@ -123,8 +102,8 @@ class TwoSided:
         self.sizes = [size / self.largest for size in sizes]  # their squares stay in range
         self.inputs = [gram(delta.mT) for delta in deltas]
         for square, position in zip(self.inputs, active.positions, strict=True):
-            own = measured.covariance(position) if measured else None
-            if own and measured:
+            own = measured.covariance(position)
+            if own is not None:
                 square.lerp_(own.matrix(square) / own.trace, measured.mix)
         total = _total(self.inputs, self.shares)
         ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / len(deltas)

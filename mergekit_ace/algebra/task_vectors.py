@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
 RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
+StoredKind = Literal["transposed", "table", "head", "kernel"]  # what architectures tell of weights
 Side = Literal["inputs", "outputs"]  # of a weight
 Statistic = Literal["auto", "gamma", "log_variance"]
 
@@ -51,6 +52,23 @@ T = TypeVar("T")
 GRIDS = (torch.bfloat16, torch.float16, torch.float32)  # precisions that checkpoints are saved in
 
 
+PairTable = tuple[tuple[float | None, ...], ...]  # of experts, T × T
+
+
+@dataclass(frozen=True)
+class Subspaces:
+    """Leading singular directions of the task vectors of one matrix, (o, i).
+
+    They overlap by ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors: 1 where both subspaces
+    of the input space are the same, 0 where they are orthogonal, k/i in the mean over random ones.
+    """
+
+    size: int  # k: 16, or the least rank of a task vector that is not zero
+    stable_rank: tuple[float | None, ...]  # ‖Δ_t‖_F² / σ_1², 1 to the rank; None for Δ_t = 0
+    inputs: PairTable  # how far they overlap; None where a task vector is zero
+    outputs: PairTable  # the same of the left singular vectors
+
+
 @dataclass(frozen=True)
 class MatrixRecord:
     """What was measured and decided for one matrix. Tuples have an entry per expert given."""
@@ -75,6 +93,7 @@ class MatrixRecord:
     mix: float | None = None  # share of measured covariances
     side: Side | None = None  # of which covariances were estimated
     selected: float | None = None  # share of the entries that were added
+    subspaces: Subspaces | None = None  # where `inspect` looked
 
 
 @dataclass(frozen=True)
@@ -290,29 +309,21 @@ def add_task_vectors(
 
 
 def resolve_layout(
-    layout: RelativeLayout,
-    name: str | None,
-    ndim: int,
-    *,
-    transposed: bool = False,
-    table: bool = False,
-    kernel: bool = False,
+    layout: RelativeLayout, name: str | None, ndim: int, kind: StoredKind | None = None
 ) -> FixedLayout:
     """Return the layout that a tensor of `ndim` axes gets; ``mean`` where the chosen one is unfit.
 
-    ``auto`` goes by what the architecture says (`transposed`, `table`, `kernel`), and by a
-    component of the name that is ``experts``, whose packed biases, (E, n), are vectors.
+    ``auto`` goes by what the architecture says of its kind, and by a component of the name that is
+    ``experts``, whose packed biases, (E, n), are vectors.
     """
     if layout == "auto":
         components = (name or "").split(".")
         packed = "experts" in components
         if ndim == 3 and packed:
-            return "transposed" if transposed else "stacked"
-        if ndim == 2 and table:
-            return "table"
+            return "transposed" if kind == "transposed" else "stacked"
         if ndim == 2 and not (packed and components[-1].endswith("bias")):
-            return "transposed" if transposed else "matrix"
-        return "flattened" if ndim > 3 and kernel else "mean"
+            return kind if kind in ("transposed", "table") else "matrix"
+        return "flattened" if ndim > 3 and kind == "kernel" else "mean"
     fits = {"matrix": ndim == 2, "table": ndim == 2, "mean": True}.get(layout, ndim >= 2)
     return layout if fits else "mean"
 

@@ -30,7 +30,7 @@ from mergekit_ace.files.quantised import open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
-from mergekit_ace.methods.parameters import FILE_PARAMETERS
+from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import PlannedMerge, read_merge_config
 

@@ -25,7 +25,7 @@ from mergekit_ace.methods.base import (
     method_spec,
     notice,
 )
-from mergekit_ace.methods.lookup import MeasuredLookup, component_coefficients
+from mergekit_ace.methods.coefficients import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import (
     COEFFICIENTS,
     COVARIANCES,
@@ -219,7 +219,7 @@ class PlusAceMerge(RidgeMethod):
     )
     own_rule = "merged by the regression on inputs and outputs"
     options_class = PlusOptions
-    citations = cited("xu2026ace") + cited("gargiulo2025tsv")
+    citations = cited("xu2026ace", "gargiulo2025tsv")
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what squares, right sides, and the steps of conjugate gradients take."""

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.algebra.task_vectors import FixedLayout, RelativeLayout, resolve_layout
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    RelativeLayout,
+    StoredKind,
+    resolve_layout,
+)
 from mergekit_ace.files.checkpoints import read_file_header
 from mergekit_ace.naming import natural_order, without_numbers
 
@@ -55,12 +60,18 @@ _TEXT_PART = re.compile(r"\b(language_model|text_model)\.")
 
 @dataclass(frozen=True)
 class Kinds:
-    """Names of weights, layer numbers replaced and the model's prefix removed."""
+    """What kind weights are of, by names without layer numbers and the model's prefix."""
 
-    transposed: frozenset[str] = frozenset()  # stored as (…, in, out)
-    tables: frozenset[str] = frozenset()  # stored as rows to be looked up
-    heads: frozenset[str] = frozenset()  # tables that multiply as well, being the head (tied)
+    kinds: Mapping[str, StoredKind] = field(default_factory=dict)
     convolutional: bool = False  # whether the network has no embeddings, as a ResNet
+
+    def of(self, tensor_name: str | None) -> StoredKind | None:
+        """Return the kind of a weight; None for one that is a matrix as it is stored."""
+        template = without_numbers(tensor_name or "")
+        for known, kind in self.kinds.items():
+            if template == known or template.endswith("." + known):
+                return kind
+        return "kernel" if self.convolutional else None
 
 
 def is_table(model: Hashable, tensor_name: str | None) -> bool:
@@ -69,7 +80,7 @@ def is_table(model: Hashable, tensor_name: str | None) -> bool:
     The first question about a model, which builds it, must come from the main thread: others do not
     know whether remote code is trusted.
     """
-    return _is_among(_kinds(model).tables, tensor_name)
+    return _kinds(model).of(tensor_name) in ("table", "head")
 
 
 def stored_layout(
@@ -85,23 +96,10 @@ def stored_layout(
     Where a method has a rule for `tables`, embeddings are such unless they are the head as well,
     with no fewer rows than columns.
     """
-    kinds = _kinds(model)
-    table = _is_among(kinds.tables, tensor_name) and not _is_among(kinds.heads, tensor_name)
-    return resolve_layout(
-        chosen,
-        tensor_name,
-        ndim,
-        transposed=_is_among(kinds.transposed, tensor_name),
-        table=tables and table,
-        kernel=kinds.convolutional,
-    )
-
-
-def _is_among(templates: frozenset[str], tensor_name: str | None) -> bool:
-    if not templates or tensor_name is None:
-        return False
-    template = without_numbers(tensor_name)
-    return any(template == known or template.endswith("." + known) for known in templates)
+    kind = _kinds(model).of(tensor_name)
+    if kind == "table" and not tables:
+        kind = None
+    return resolve_layout(chosen, tensor_name, ndim, kind)
 
 
 def _kinds(model: Hashable) -> Kinds:
@@ -125,27 +123,22 @@ def _read_kinds(model: ModelReference) -> Kinds:
 
 
 def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
-    transposed, tables, heads = set(), set(), set()
+    kinds: dict[str, StoredKind] = {}
     head: torch.Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
     for path, module in network.named_modules():
         if isinstance(module, Conv1D):
-            transposed.add(f"{path}.weight")
+            kinds[f"{path}.weight"] = "transposed"
         elif isinstance(module, torch.nn.Embedding):
-            tables.add(f"{path}.weight")
-            if head is not None and module.weight is head and len(head) >= head.shape[1]:
-                heads.add(f"{path}.weight")
+            tied = head is not None and module.weight is head and len(head) >= head.shape[1]
+            kinds[f"{path}.weight"] = "head" if tied else "table"
         elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
             packed = (name for name, p in module.named_parameters() if p.ndim == 3)
-            transposed.update(f"{path}.{name}" for name in packed)
-    prefix = f"{network.base_model_prefix}."
-    in_files = read_names(network, stored).memory.items()
-
-    def templates(names: set[str]) -> frozenset[str]:
-        names = names | {name for name, known in in_files if known in names}
-        return frozenset(without_numbers(name.removeprefix(prefix)) for name in names)
-
-    convolutional = not tables and lacks_embeddings(network)
-    return Kinds(templates(transposed), templates(tables), templates(heads), convolutional)
+            kinds |= dict.fromkeys((f"{path}.{name}" for name in packed), "transposed")
+    convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
+    memory, prefix = read_names(network, stored).memory, f"{network.base_model_prefix}."
+    kinds |= {name: kinds[known] for name, known in memory.items() if known in kinds}
+    templates = {without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()}
+    return Kinds(templates, convolutional)
 
 
 def empty_network(model: ModelReference) -> PreTrainedModel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every merge method here is, and a tensor's way through it: `merge_group`, or of low rank."""
+"""What every merge method here is, its parameters, and a tensor's way through it: `merge_group`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import torch
 from mergekit.merge_methods.base import (
@@ -23,32 +24,90 @@ from mergekit.merge_methods.base import (
     InputContract,
     MergeMethodSpec,
     OptionalTensorPolicy,
+    ParameterScope,
+    ParameterSpec,
     TensorGroup,
 )
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, compress
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, LowRankMerge, merge_in_span
 from mergekit_ace.algebra.task_vectors import FixedLayout, IllConditionedError, TensorRecord
 from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
-from mergekit_ace.methods.parameters import FILE_PARAMETERS, LAYOUT, REPORT, NamedParameter
-from mergekit_ace.methods.report_lines import append_report
-from mergekit_ace.naming import is_running_statistic
+from mergekit_ace.methods.report_lines import append_report, report_path
+from mergekit_ace.naming import FileError, is_running_statistic
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Merged = tuple[Tensor, TensorRecord]
-Deltas = Sequence[LowRank | None]  # of every expert; None of one that left the tensor as it was
 
+# Those that name files whose content goes into the result, and in which experts have names.
+FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
 MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
-def cited(key: str) -> tuple[str, ...]:
-    """Return the entry in BibTeX of a paper of `citations.bib`, which lies beside this file."""
+def cited(*keys: str) -> tuple[str, ...]:
+    """Return the entries in BibTeX of papers of `citations.bib`, which lies beside this file."""
     text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
-    return tuple(entry for entry in text.strip().split("\n\n") if f"{{{key}," in entry)
+    entries = text.strip().split("\n\n")
+    return tuple(entry for key in keys for entry in entries if f"{{{key}," in entry)
+
+
+@dataclass(frozen=True)
+class NamedParameter(ParameterSpec):
+    """A mergekit parameter that explains itself when its value is wrong."""
+
+    method: str = ""  # that has it
+
+    @property
+    def allowed(self) -> str:
+        """What a value may be, in words such as "a number, 0 or greater"."""
+        return describe_type(self.value_type)
+
+    def validate(self, value: Any) -> Any:
+        """Return `value` as its type, or raise a `ValueError` that names what is allowed."""
+        try:
+            return super().validate(value)
+        except (ValidationError, FileError) as error:
+            cause = error
+            if isinstance(error, ValidationError):
+                cause = error.errors()[0].get("ctx", {}).get("error")
+            reason = f" ({cause})" if cause else ""
+            raise ValueError(
+                f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "
+                f"allowed: {self.allowed}"
+            ) from None
+
+
+def describe_type(value_type: Any) -> str:
+    """Return in words what a value of a type, which may be optional, is allowed to be."""
+    if NoneType in get_args(value_type):
+        value_type = next(part for part in get_args(value_type) if part is not NoneType)
+    info = FieldInfo.from_annotation(value_type)
+    if info.description:
+        return info.description
+    if get_origin(info.annotation) is Literal:
+        return "one of " + ", ".join(get_args(info.annotation))
+    words: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
+    return words.get(info.annotation, "text")
+
+
+ReportPath = Annotated[
+    str,
+    AfterValidator(report_path),
+    Field(description="the path of a file in an existing folder that you may write to"),
+]
+REPORT = NamedParameter(
+    "report",
+    ReportPath | None,
+    ParameterScope.SHARED,
+    None,
+    "The merge appends a JSON line per tensor to it.",
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +246,7 @@ class TaskVectorMethod(GroupMergeMethod):
     @property
     def layouts(self) -> tuple[str, ...]:
         """What ``layout`` may be; empty for a method that reads tensors entry by entry."""
-        types = [p.value_type for p in self.spec.parameters if p.name == LAYOUT.name]
+        types = [p.value_type for p in self.spec.parameters if p.name == "layout"]
         return get_args(types[0]) if types else ()
 
     @property
@@ -276,6 +335,16 @@ class TaskVectorMethod(GroupMergeMethod):
             append_report(method, settings, record, time.perf_counter() - start)
         return merged
 
+    def merge_low_rank(
+        self, deltas: Sequence[LowRank | None], settings: TensorSettings, rank: int | None = None
+    ) -> LowRankMerge:
+        """Merge task vectors of low rank; see `merge_in_span` and `leaves_span`."""
+
+        def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace | None) -> Merged:
+            return self.merge(tensors, replace(settings, layout=layout, space=space))
+
+        return merge_in_span(deltas, settings.layout, merge, rank)
+
     def check_size(self, merged: Tensor, settings: TensorSettings) -> None:
         """Raise a `ValueError` for a result that its dtype cannot hold; note one above float16."""
         size = largest_size(merged)
@@ -290,81 +359,6 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{self.spec.name}: {{tensors}} came out with entries above 65504, which "
                 "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
             )
-
-
-@dataclass(frozen=True)
-class LowRankMerge:
-    """The merge of one tensor: λ X, what of ‖X‖² was cut off, and what was done."""
-
-    delta: LowRank | None  # None where nothing has changed
-    lost: float
-    record: TensorRecord
-
-
-def merge_low_rank(
-    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None = None
-) -> LowRankMerge:
-    """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
-
-    The method's merge stays in the span, see `TaskVectorMethod.leaves_span`, and what the layout
-    reads is of low rank. `rank` is the most that the result may have.
-    """
-    first, layout = next(filter(None, deltas)), settings.layout
-    stacked = first.left.ndim == 3
-    views = [delta and delta.read_as(layout) for delta in deltas]
-    if layout == "table":
-        merged, lost, record = _merge_table(method, views, settings, rank)
-    elif layout == "mean" or not stacked:
-        merged, lost, record = _merge_cores(method, views, settings, rank)
-    else:
-        matrices = [[d and d.matrix(n) for d in views] for n in range(len(first.left))]
-        parts, losses, records = zip(
-            *(_merge_cores(method, own, settings, rank) for own in matrices), strict=True
-        )
-        widest = max(part.rank for part in parts)
-        left = torch.stack([part.padded(widest).left for part in parts])
-        right = torch.stack([part.padded(widest).right for part in parts])
-        merged, lost = LowRank(left, right, (len(parts), *parts[0].shape)), sum(losses)
-        record = replace(records[0], matrices=tuple(one.matrices[0] for one in records))
-    record = replace(record, shape=first.shape, layout=layout)
-    if all(matrix.rule == "base" for matrix in record.matrices):
-        return LowRankMerge(None, 0.0, record)
-    merged = merged.transposed if layout == "transposed" else merged
-    return LowRankMerge(replace(merged, shape=first.shape), lost, record)
-
-
-def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
-    """Tell whether what a layout makes of a product, or of one per matrix, is of low rank."""
-    if layout in ("mean", "flattened"):
-        return layout == "mean" or not stack
-    return ndim == 2 or (stack and layout in ("stacked", "transposed"))
-
-
-def _merge_cores(
-    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
-) -> tuple[LowRank, float, TensorRecord]:
-    """Merge the cores of one matrix, or of a stack entry by entry."""
-    given = [delta for delta in deltas if delta is not None]
-    space = CoreSpace.of(given)
-    zero = space.zeros()
-    cores = [space.core(delta) if delta else zero.clone() for delta in deltas]
-    layout = "mean" if settings.layout == "mean" else "matrix"
-    core, record = method.merge([zero, *cores], replace(settings, layout=layout, space=space))
-    most = sum(delta.rank for delta in given)
-    return *space.expand(core, given[0].shape, min(rank or most, most)), record
-
-
-def _merge_table(
-    method: TaskVectorMethod, deltas: Deltas, settings: TensorSettings, rank: int | None
-) -> tuple[LowRank, float, TensorRecord]:
-    """Merge tables row by row, in coordinates of the rows' span, which keep norms and angles."""
-    given = [delta for delta in deltas if delta is not None]
-    basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
-    zero = given[0].left.new_zeros(given[0].shape[0], basis.shape[1])
-    tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in deltas]
-    table, record = method.merge([zero, *tables], settings)
-    merged = LowRank(table, basis.mT, given[0].shape)
-    return *compress(merged, min(rank or merged.rank, merged.rank)), record
 
 
 def sweep(shape: Sequence[int], experts: int) -> Work:

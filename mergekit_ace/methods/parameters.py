@@ -6,61 +6,15 @@ mergekit validates every value while it plans a merge, before a tensor is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
-from pydantic.fields import FieldInfo
+from mergekit.merge_methods.base import ParameterScope
+from pydantic import AfterValidator, BaseModel, Field
 
 from mergekit_ace.algebra.task_vectors import Factor, Fraction, Layout, NonNegative, Side
 from mergekit_ace.files.statistics import load_statistics
+from mergekit_ace.methods.base import NamedParameter
 from mergekit_ace.methods.coefficients import load_coefficients
-from mergekit_ace.naming import FileError
-
-# Those that name files whose content goes into the result, and in which experts have names.
-FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
-
-
-@dataclass(frozen=True)
-class NamedParameter(ParameterSpec):
-    """A mergekit parameter that explains itself when its value is wrong."""
-
-    method: str = ""  # that has it
-
-    @property
-    def allowed(self) -> str:
-        """What a value may be, in words such as "a number, 0 or greater"."""
-        return describe_type(self.value_type)
-
-    def validate(self, value: Any) -> Any:
-        """Return `value` as its type, or raise a `ValueError` that names what is allowed."""
-        try:
-            return super().validate(value)
-        except (ValidationError, FileError) as error:
-            cause = error
-            if isinstance(error, ValidationError):
-                cause = error.errors()[0].get("ctx", {}).get("error")
-            reason = f" ({cause})" if cause else ""
-            raise ValueError(
-                f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "
-                f"allowed: {self.allowed}"
-            ) from None
-
-
-def describe_type(value_type: Any) -> str:
-    """Return in words what a value of a type, which may be optional, is allowed to be."""
-    if NoneType in get_args(value_type):
-        value_type = next(part for part in get_args(value_type) if part is not NoneType)
-    info = FieldInfo.from_annotation(value_type)
-    if info.description:
-        return info.description
-    if get_origin(info.annotation) is Literal:
-        return "one of " + ", ".join(get_args(info.annotation))
-    words: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number"}
-    return words.get(info.annotation, "text")
 
 
 def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
@@ -82,23 +36,6 @@ def option_parameters(model: type[BaseModel]) -> tuple[NamedParameter, ...]:
     )
 
 
-_REPORT_START = b'{"tensor":'
-
-
-def _report_path(path: str) -> str:
-    """Check, before hours of merging, that a path is of a report or of a file that can be one."""
-    target = Path(path).expanduser().absolute()
-    if target.is_dir():
-        raise ValueError("this is not the name of a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"there is no folder {target.parent}")
-    if target.is_file():
-        with target.open("rb") as file:
-            if not _REPORT_START.startswith(file.read(len(_REPORT_START))):
-                raise ValueError("this file is no report, and lines would be appended to it")
-    return str(target)
-
-
 def _loads(load: Any) -> AfterValidator:
     """Return a check that a file can be loaded, before anything is merged."""
 
@@ -109,11 +46,6 @@ def _loads(load: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-ReportPath = Annotated[
-    str,
-    AfterValidator(_report_path),
-    Field(description="the path of a file in an existing folder that you may write to"),
-]
 CoefficientPath = Annotated[
     str,
     _loads(load_coefficients),
@@ -163,6 +95,3 @@ COVARIANCES = shared(
     "estimates. Tensors without a measurement keep their estimate.",
 )
 MIX = shared("mix", Fraction, 0.25, "Share of the measured covariance; 0 is the estimate alone.")
-REPORT = shared(
-    "report", ReportPath | None, None, "The merge appends a JSON line per tensor to it."
-)

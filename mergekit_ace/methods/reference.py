@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from mergekit import merge_methods
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 
-from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.parameters import describe_type
+from mergekit_ace.methods.base import TaskVectorMethod, describe_type
 
 HEAD = """\
 # Merge methods
@@ -26,7 +24,6 @@ and average vectors, unless they say otherwise.
 `mergekit-ace methods --markdown` this page.
 [CONTRIBUTING](../../.github/CONTRIBUTING.md#add-a-method) shows how to add a method.
 """
-TABLE = "| parameter | default | allowed | meaning |\n|---|---|---|---|"
 
 
 def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
@@ -38,45 +35,37 @@ def find_methods(name: str | None = None) -> list[TaskVectorMethod]:
     return list(known.values()) if name is None else [known[name]]
 
 
-def reference_text(methods: Iterable[TaskVectorMethod]) -> str:
-    """Return the reference for a terminal."""
-    return "\n\n".join("\n".join(_text(method)) for method in methods)
+def method_reference(methods: Sequence[TaskVectorMethod], *, whole_page: bool) -> str:
+    """Return the reference in Markdown: parameters of several methods once, then every method.
 
-
-def _text(method: TaskVectorMethod) -> Iterator[str]:
-    spec = method.spec
-    yield f"{spec.name}: {spec.pretty_name}, {spec.reference_url}"
-    yield _filled(f"{method.summary}{_reading(method)}", 2)
-    yield ""
-    for parameter in spec.parameters:
-        yield f"  {parameter.name}: {_default(parameter)}; {_allowed(parameter)}"
-        yield _filled(parameter.description or "", 6)
-    yield ""
-    yield from (textwrap.indent(citation, "  ") for citation in method.citations)
-
-
-def reference_markdown(methods: Sequence[TaskVectorMethod]) -> str:
-    """Return the reference as Markdown: parameters of several methods once, then every method."""
-    rows = {m.spec.name: {p.name: _row(p) for p in m.spec.parameters} for m in methods}
-    counts = Counter(row for own in rows.values() for row in own.values())
-    common = [row for row, count in counts.items() if count > 1]
-    parts = [HEAD]
+    The whole page has a head, and no papers in BibTeX.
+    """
+    lines = {m.spec.name: {p.name: _line(p) for p in m.spec.parameters} for m in methods}
+    counts = Counter(line for own in lines.values() for line in own.values())
+    common = [line for line, count in counts.items() if count > 1]
+    parts = [HEAD] if whole_page else []
     if common:
-        parts += ["## Parameters of several methods\n", TABLE, *common, ""]
+        parts += ["## Parameters of several methods\n", *common, ""]
     for method in methods:
-        spec, own = method.spec, rows[method.spec.name]
+        spec, own = method.spec, lines[method.spec.name]
         parts.append(f"## `{spec.name}`: {spec.pretty_name}\n")
         parts.append(f"{method.summary}{_reading(method)} [Paper]({spec.reference_url}).\n")
-        if shared := [f"`{name}`" for name, row in own.items() if row in common]:
+        if shared := [f"`{name}`" for name, line in own.items() if line in common]:
             parts.append(f"Described above: {', '.join(shared)}.\n")
-        if special := [row for row in own.values() if row not in common]:
-            parts += [TABLE, *special, ""]
+        if special := [line for line in own.values() if line not in common]:
+            parts += [*special, ""]
+        parts += [] if whole_page else [f"{citation}\n" for citation in method.citations]
     return "\n".join(parts)
 
 
-def _row(parameter: ParameterSpec) -> str:
-    allowed, about = _allowed(parameter), parameter.description
-    return f"| `{parameter.name}` | {_default(parameter)} | {allowed} | {about} |"
+def _line(parameter: ParameterSpec) -> str:
+    default = parameter.default
+    if isinstance(default, bool) or default is None:
+        default = {True: "true", False: "false", None: "not set"}[default]
+    allowed = describe_type(parameter.value_type)
+    if parameter.scope == ParameterScope.NON_BASE:
+        allowed += "; per expert"
+    return f"* `{parameter.name}`: {default}; {allowed}. {parameter.description}"
 
 
 def _reading(method: TaskVectorMethod) -> str:
@@ -84,20 +73,3 @@ def _reading(method: TaskVectorMethod) -> str:
     if not method.layouts:
         return " It reads tensors entry by entry."
     return " It also reads tables of rows." if "table" in method.layouts else ""
-
-
-def _filled(text: str, indent: int) -> str:
-    spaces = " " * indent
-    return textwrap.fill(text, 96, initial_indent=spaces, subsequent_indent=spaces)
-
-
-def _default(parameter: ParameterSpec) -> str:
-    value = parameter.default
-    if value is None:
-        return "not set"
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-def _allowed(parameter: ParameterSpec) -> str:
-    own = "; per expert" if parameter.scope == ParameterScope.NON_BASE else ""
-    return describe_type(parameter.value_type) + own

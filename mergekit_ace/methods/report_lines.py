@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
 from pydantic import SerializerFunctionWrapHandler as Handler
 
-from mergekit_ace.algebra.inspection import MatrixInspection, PairTable
-from mergekit_ace.algebra.task_vectors import TensorRecord
+from mergekit_ace.algebra.task_vectors import MatrixRecord, PairTable, TensorRecord
 from mergekit_ace.files.saving import package_versions
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Record(BaseModel):
     base_norm: float | None = None
     unchanged: tuple[float, ...] | None = None
     cosine: PairTable | None = None
-    matrices: tuple[MatrixInspection, ...] = ()  # one per stacked matrix; none if skipped
+    matrices: tuple[MatrixRecord, ...] = ()  # one per stacked matrix; none if skipped
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ def tensor_record(
         seconds=round(seconds, 6),
         versions=package_versions(*REPORTED_PACKAGES),
         coefficients=tuple(learned) if learned else None,
-        matrices=tuple(MatrixInspection(**vars(matrix)) for matrix in record.matrices),
+        matrices=record.matrices,
         **measured,
     )
 
@@ -99,3 +99,20 @@ def append_report(
             if file.read(1) != b"\n":  # a kill cut off the last line; it takes no other with it
                 text = "\n" + text
         file.write(text.encode())
+
+
+_START = b'{"tensor":'
+
+
+def report_path(path: str) -> str:
+    """Check, before hours of merging, that a path is of a report or of a file that can be one."""
+    target = Path(path).expanduser().absolute()
+    if target.is_dir():
+        raise ValueError("this is not the name of a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"there is no folder {target.parent}")
+    if target.is_file():
+        with target.open("rb") as file:
+            if not _START.startswith(file.read(len(_START))):
+                raise ValueError("this file is no report, and lines would be appended to it")
+    return str(target)

@@ -19,7 +19,7 @@ from mergekit_ace.methods.base import (
     describe,
     method_spec,
 )
-from mergekit_ace.methods.lookup import file_coefficients, load_learner, predict_coefficients
+from mergekit_ace.methods.coefficients import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
 LEARNER = replace(

@@ -41,7 +41,7 @@ from mergekit_ace.methods.base import (
     describe,
     method_spec,
 )
-from mergekit_ace.methods.lookup import MeasuredLookup
+from mergekit_ace.methods.coefficients import MeasuredLookup
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WEIGHT, shared
 from mergekit_ace.naming import layer_of, stack_size
 

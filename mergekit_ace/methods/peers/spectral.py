@@ -40,6 +40,9 @@ Steps = Annotated[int, Field(ge=0, strict=True, description="a whole number, 0 o
 Rate = Annotated[Number, Field(gt=0, le=1e15, description="a number above 0, and at most 1e15")]
 
 
+Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
+
+
 @dataclass(frozen=True)
 class TaskMatrices:
     """The task vectors of at least two experts, of one matrix."""
@@ -47,7 +50,6 @@ class TaskMatrices:
     deltas: list[Tensor]  # Δ_t, (o, i), o > 1, none of them zero, float64; may be overwritten
     size: int  # min(o, i) of the task vectors, also where the deltas are cores of them
     floors: tuple[float, ...]  # what singular values of the rounding of W_t do not exceed
-    rank: int  # how many directions each expert keeps, see `MatrixMethod.rank`
 
     def total(self) -> Tensor:
         """Return Σ_t Δ_t in new memory."""
@@ -61,12 +63,8 @@ class MatrixMethod(TaskVectorMethod):
     entry = 8
 
     @abstractmethod
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
-
-    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int | None:
-        """Return how many of min(o, i) directions each expert keeps; None where nobody counts."""
-        return None
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
@@ -77,11 +75,9 @@ class MatrixMethod(TaskVectorMethod):
         @full_precision()
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
             deltas = [task_vector(expert, base, dtype) for expert in active.experts]
-            size = min(active.shape)
-            rank = self.rank(size, len(deltas), parameters)
-            matrices = TaskMatrices(deltas, size, rounding_floors(base, active), rank or 0)
-            record = active.record(self.spec.name, rank=rank)
-            return self.combine(matrices, parameters).mul_(scale).add_(base), record
+            matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
+            merged, rank = self.combine(matrices, parameters)
+            return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
 
         return by_layout(base, experts, settings.layout, select, scale, formula)
 
@@ -98,13 +94,10 @@ class TsvMerge(MatrixMethod):
     own_rule = "merged from orthogonal singular directions"
     whole = True
 
-    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
-        """Return floor(min(o, i) / T), or 1 (departure: the paper's share would be none)."""
-        return max(1, size // experts)
-
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        ones = [1.0] * len(matrices.deltas)
-        return orthogonal_sum(matrices.deltas, matrices.rank, matrices.floors, ones)
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        count = len(matrices.deltas)
+        rank = max(1, matrices.size // count)  # departure: the paper's share would be none
+        return orthogonal_sum(matrices.deltas, rank, matrices.floors, [1.0] * count), rank
 
 
 class IsoCMerge(MatrixMethod):
@@ -115,10 +108,10 @@ class IsoCMerge(MatrixMethod):
     citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values"
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         size = matrices.size
         found = leading_directions(matrices.total(), size, math.hypot(*matrices.floors))
-        return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size)
+        return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size), None
 
 
 class IsoCtsMerge(MatrixMethod):
@@ -142,14 +135,11 @@ class IsoCtsMerge(MatrixMethod):
     citations = cited("marczak2025isotropic")
     own_rule = "merged with equal singular values in common and own directions"
 
-    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
-        """Return s, rounded so that all tasks get the same."""
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        count, size = len(matrices.deltas), matrices.size
         own = size - int(size * parameters["common_fraction"])
-        return min(round(own / experts), size // experts)
-
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        each, size = matrices.rank, matrices.size
-        shared_size = size - each * len(matrices.deltas)
+        each = min(round(own / count), size // count)  # so that all tasks get the same
+        shared_size = size - each * count
         common = leading_directions(matrices.total(), shared_size, math.hypot(*matrices.floors))
         parts = []
         for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
@@ -160,7 +150,7 @@ class IsoCtsMerge(MatrixMethod):
         left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
         right = torch.cat([part.right for part in (common, *parts)], dim=1)
         strength = sum(float(part.values.sum()) for part in (common, *parts)) / size
-        return (left @ orthogonal_factor(right).mT).mul_(strength)
+        return (left @ orthogonal_factor(right).mT).mul_(strength), each
 
 
 class CartMerge(MatrixMethod):
@@ -184,18 +174,15 @@ class CartMerge(MatrixMethod):
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         return iter(())  # with λ = 0 it is the average of the experts
 
-    def rank(self, size: int, experts: int, parameters: Mapping[str, Any]) -> int:
-        """Return k = floor(rank_fraction · min(o, i)), at least 1 unless the fraction is 0."""
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         fraction = parameters["rank_fraction"]
-        return max(int(fraction * size), 1) if fraction > 0 else 0
-
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        rank = max(int(fraction * matrices.size), 1) if fraction > 0 else 0
         mean = matrices.total().div_(len(matrices.deltas))
         merged = mean.clone()
         for delta in matrices.deltas:
-            found = leading_directions(delta.sub_(mean), matrices.rank)
+            found = leading_directions(delta.sub_(mean), rank)
             merged.add_((found.left * found.values) @ found.right.mT, alpha=parameters["lambda"])
-        return merged
+        return merged, rank
 
 
 class WudiMerge(MatrixMethod):
@@ -223,11 +210,12 @@ class WudiMerge(MatrixMethod):
     own_rule = "merged with the least interference"
     whole = True
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         if parameters["solver"] == "exact":
-            return minimise_exactly(matrices.deltas)
+            return minimise_exactly(matrices.deltas), None
         deltas = [delta.float() for delta in matrices.deltas]  # whose digits a descent needs
-        return minimise_by_adam(deltas, parameters["steps"], parameters["learning_rate"]).double()
+        steps, rate = parameters["steps"], parameters["learning_rate"]
+        return minimise_by_adam(deltas, steps, rate).double(), None
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
