@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import LONGEST, STEPS
+from mergekit_ace.algebra.plus import STEPS
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
@@ -21,7 +21,6 @@ from mergekit_ace.methods.base import (
     TensorSettings,
     Work,
     cited,
-    matrices_in,
     method_spec,
     notice,
 )
@@ -165,10 +164,6 @@ class AceMerge(RidgeMethod):
     own_rule = "merged by the closed form"
     options_class = AceOptions
     entry = 8  # as of eigenvectors
-    ill_conditioned = (
-        "Raise `epsilon` for this tensor (by a filter) or for all; epsilon_scale: relative adapts "
-        "it to the size of task vectors."
-    )
 
     def products(self, parameters: Mapping[str, Any]) -> float:
         return 5.0  # with the refinement
@@ -219,17 +214,10 @@ class PlusAceMerge(RidgeMethod):
     )
     own_rule = "merged by the regression on inputs and outputs"
     options_class = PlusOptions
+    ill_conditioned = ""
     citations = cited("xu2026ace", "gargiulo2025tsv")
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what squares, right sides, and the steps of conjugate gradients take."""
-        found = matrices_in(shape, settings.layout)
-        if found is None or experts < 2:
-            return super().work(settings, shape, experts)
-        count, rows, columns = found
-        entries, small = rows * columns, min(rows, columns)
-        squares = experts * (columns**2 + min(rows, columns) ** 2)
-        operations = 2.0 * experts * entries * (columns + small) * (3 + STEPS) + columns**3 / 3
-        if max(rows, columns) > LONGEST * small:
-            squares, operations = 0, (experts + 2) * (6.0 * entries * small + 20.0 * small**3)
-        return Work(count * operations, 4 * ((2 * experts + 4) * entries + squares))
+    entry = 16  # the squares of inputs and of outputs are kept of every expert
+
+    def products(self, parameters: Mapping[str, Any]) -> float:
+        return 2.0 * (3 + STEPS)  # of rows and of columns: squares, right sides, weights and steps

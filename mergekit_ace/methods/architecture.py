@@ -396,8 +396,7 @@ def _architecture_by_files(
     needed = names.needed if names else set(held)
     text_names = [_by_text_name(model) for model in mixed]
     loose: list[WeightInfo] = []
-    stacks: dict[str, dict[str, WeightInfo]] = {}
-    layers: dict[str, list[int]] = {}
+    stacks: dict[str, dict[str, dict[int, WeightInfo]]] = {}  # by stack, template and layer
     for name in sorted(held, key=natural_order):
         if name not in needed and BUFFER.search(name):
             continue
@@ -406,17 +405,18 @@ def _architecture_by_files(
         if layer is None:
             loose.append(weight)
             continue
-        stacks.setdefault(_LAYER.split(name, 1)[0], {}).setdefault(_template(name), weight)
-        layers.setdefault(_template(name), []).append(layer)
-    modules = {} if len(stacks) == 1 else {"default": _module(loose, [], 0, None)}
-    for stack, firsts in stacks.items():
-        count = 1 + max(max(layers[template]) for template in firsts)
-        weights = [_as_template(w, len(layers[name]) < count) for name, w in firsts.items()]
-        if len(stacks) == 1:
-            key = _config_key(config, "num_hidden_layers", count)
-            modules["default"] = _module(loose, weights, count, key)
-        else:
-            modules[stack] = _module([], weights, count, None)
+        templates = stacks.setdefault(_LAYER.split(name, 1)[0], {})
+        templates.setdefault(_template(name), {})[layer] = weight
+    alone = len(stacks) == 1
+    modules = {} if alone else {"default": _module(loose, [], 0, None)}
+    for stack, templates in stacks.items():
+        count = 1 + max(map(max, templates.values()))
+        firsts = ((next(iter(own.values())), len(own) < count) for own in templates.values())
+        weights = [_as_template(weight, partial) for weight, partial in firsts]
+        key = _config_key(config, "num_hidden_layers", count) if alone else None
+        modules["default" if alone else stack] = _module(
+            loose if alone else [], weights, count, key
+        )
     return ModelArchitecture(
         modules=modules,
         architectures=[],
