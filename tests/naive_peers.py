@@ -39,9 +39,9 @@ def naive_iso_c(deltas: list[Tensor]) -> Tensor:
     return s.sum() / min(deltas[0].shape) * (u @ vh)
 
 
-def naive_iso_cts(deltas: list[Tensor], common_fraction: float = 0.8) -> Tensor:
+def naive_iso_cts(deltas: list[Tensor], common: float = 0.8) -> Tensor:
     full, count = min(deltas[0].shape), len(deltas)
-    common_size = int(full * common_fraction)
+    common_size = int(full * common)
     each = round((full - common_size) / count)
     each = min(each, full // count)
     common_size = full - each * count
@@ -83,15 +83,15 @@ def naive_wudi_adam(deltas: list[Tensor], steps: int, learning_rate: float) -> T
     return x.detach()
 
 
-def naive_cart(deltas: list[Tensor], rank_fraction: float = 0.08, scale: float = 1.0) -> Tensor:
+def naive_cart(deltas: list[Tensor], fraction: float = 0.08) -> Tensor:
     deltas = [d.double() for d in deltas]
     mean = sum(deltas) / len(deltas)
-    rank = max(1, int(rank_fraction * min(mean.shape))) if rank_fraction else 0
+    rank = max(1, int(fraction * min(mean.shape)))
     rest = torch.zeros_like(mean)
-    for delta in deltas if rank else []:
+    for delta in deltas:
         u, s, vh = svd(delta - mean)
         rest += u[:, :rank] @ torch.diag(s[:rank]) @ vh[:rank]
-    return mean + scale * rest
+    return mean + rest
 
 
 def naive_regmean(

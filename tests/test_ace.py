@@ -20,22 +20,10 @@ from mergekit_ace.methods.base import take_notices
 
 merge_relative = partial(merge_tensor, options=RelativeOptions())
 merge_plus = partial(merge_tensor, options=PlusOptions())
-SPREADS = pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
-
-
-@pytest.mark.parametrize("shape", [(24, 24), (2, 30), (30, 1)])
-@SPREADS
-def test_defaults(rng, shape, scales):
-    base, experts = family(rng, *shape, 3, scales=scales)
-    copies = [tensor.clone() for tensor in (base, *experts)]
-    merged, record = merge_matrix(base, experts)
-    assert task_vector_error(merged, naive_ace(base, experts), base) <= 5e-5
-    assert record.heterogeneous == (scales is not None)
-    assert all(map(torch.equal, (base, *experts), copies))  # inputs are left alone
 
 
 @pytest.mark.parametrize("shape", [(60, 16), (16, 60), (30, 30)])
-@SPREADS
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
 def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales):
     base, experts = family(rng, *shape, 3, scales=scales)
     options, given = AceOptions(compute_dtype="float64"), [1.0, 0.5, 2.0, 0.7]
@@ -49,7 +37,7 @@ def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales):
 
 @covered(
     strength=3,
-    shape=[(12, 60), (60, 16), (20, 28), (20, 55)],
+    shape=[(12, 60), (60, 16), (20, 28), (20, 55), (2, 30), (30, 1)],
     dtype=["float32", "float64"],
     normalization=["auto", "always", "never"],
     refinement=["auto", "always", "never"],
@@ -71,12 +59,14 @@ def test_every_switch(rng, shape, dtype, normalization, refinement, prior, ridge
         "centred": centred,
     }
     options = AceOptions(**switches, scale=0.7, compute_dtype=dtype)
+    copies = [tensor.clone() for tensor in (base, *experts)]
     merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
+    assert all(map(torch.equal, (base, *experts), copies))  # inputs are left alone
     expected = naive_ace(base, experts, [1.0, 3.0, 0.5], lambda_=0.7, **switches)
     bar = 2e-4 if dtype == "float32" else 1e-7  # large ridges in the residual fall away again
     assert task_vector_error(merged, expected, base) <= bar
     assert record.normalized == (normalization != "never")
-    assert record.refined == (refinement != "never")
+    assert record.refined == (refinement != "never" and min(shape) > 2)
 
 
 @pytest.mark.parametrize("shape", [(48, 200), (90, 80), (200, 60)])
@@ -262,30 +252,16 @@ def test_an_expert_that_is_the_base_in_another_precision_takes_no_part(rng, dtyp
     assert merge(base, [*experts, moved])[1].matrices[0].changed == (1, 1, 1)
 
 
-WEAK = torch.logspace(math.log10(0.3), -6, 40).tolist()
-
-
 @pytest.mark.parametrize("merge", [merge_tensor, merge_relative, merge_plus])
-@pytest.mark.parametrize("kind", ["flat", "low rank", "slow"])
-@pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70), (22, 66)])
-@pytest.mark.parametrize("unit", [1.0, 1e-3])
-def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
+@pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70)])
+def test_a_weak_expert_does_not_decide_the_merge(rng, merge, shape):
     """Two experts of one norm, and a third of strength r, by defaults; see the algebra's README."""
-
-    def random() -> torch.Tensor:
-        delta = torch.randn(shape, generator=rng, dtype=torch.float64)
-        if kind == "low rank":
-            wide = torch.randn(4, shape[1], generator=rng, dtype=torch.float64)
-            delta = delta[:, :4] @ wide + 0.1 * delta
-        if kind == "slow":
-            left, sigma, right = torch.linalg.svd(delta, full_matrices=False)
-            delta = left * torch.arange(1.0, len(sigma) + 1).double() ** -0.7 @ right
-        return unit * delta / delta.norm()
-
-    base, (first, second, weak) = torch.zeros(shape, dtype=torch.float64), [random() for _ in "abc"]
+    left, right = (torch.randn(3, n, 4, generator=rng, dtype=torch.float64) for n in shape)
+    deltas = left @ right.mT + 0.1 * torch.randn(3, *shape, generator=rng, dtype=torch.float64)
+    first, second, weak = deltas / torch.linalg.matrix_norm(deltas)[:, None, None]
+    base, total, before = torch.zeros_like(weak), first + second, None
     alone, _ = merge(base, [first, second], layout="matrix")
-    total, before = first + second, None
-    for strength in WEAK:
+    for strength in torch.logspace(math.log10(0.3), -6, 40).tolist():
         merged, _ = merge(base, [first, second, strength * weak], layout="matrix")
         assert (merged * total).sum() >= 0.6 * (alone * total).sum()
         assert merged.norm() <= 1.4 * alone.norm()

@@ -38,27 +38,21 @@ def precision_put_back():
 
 @pytest.mark.usefixtures("precision_put_back")
 @SWITCHES
-@SHAPES
-def test_tf32_of_the_caller_changes_nothing(shape, switch):
-    base, *experts = experts_on("cuda", *shape)
-    exact, _ = merge_matrix(base, experts, options=branch(switch))
-    torch.set_float32_matmul_precision("high")
-    left = torch.randn(512, 512, device="cuda")
-    rounded = left @ left
-    merged, _ = merge_matrix(base, experts, options=branch(switch))
-    assert torch.get_float32_matmul_precision() == "high"
-    assert not torch.allclose(rounded.double(), left.double() @ left.double(), atol=1e-4), "no TF32"
-    assert task_vector_error(merged, exact, base) <= TOLERANCE / 4
-
-
-@SWITCHES
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @SHAPES
 def test_matrices_that_are_merged_in_float32(shape, stored, switch):
+    """Also where the caller allows TF32."""
     base, *experts = experts_on("cuda", *shape, stored)
     options = branch(switch)
+    exact, _ = merge_matrix(base, experts, options=options)
+    torch.set_float32_matmul_precision("high")
+    left = torch.randn(512, 512, device="cuda")
+    rounded = left @ left
     merged, _ = merge_matrix(base, experts, options=options)
+    assert torch.get_float32_matmul_precision() == "high"
+    assert not torch.allclose(rounded.double(), left.double() @ left.double(), atol=1e-4), "no TF32"
     assert merged.dtype == torch.float32
+    assert task_vector_error(merged, exact, base) <= TOLERANCE / 4
     with torch.device("cuda"):
         expected = naive_ace(base, experts, **options.model_dump(exclude_unset=True))
     bar = 5e-3 if switch == "always" else 2 * TOLERANCE  # directions at the cut are exchanged

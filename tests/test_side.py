@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 
 import pytest
 import torch
 from matrices import family
 from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.merge_methods import merge_tensors
-from test_low_rank_merge import settings_of
+from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from reference import task_vector_error
 from torch import Tensor
 
 from mergekit_ace.methods.base import TensorSettings
 
 METHODS = pytest.mark.parametrize("method", ["ace", "ace_relative"])
-KNOWN = pytest.mark.parametrize("known", ["coefficients", "covariances"])
 REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 WEIGHTED = {"weight": [1.0, 2.0, 0.5], "lambda": 0.7}
+ADAPTERS = ["base+one", "base+two", "base+three"]
 
 
 def merge(method: str, tensors: list[Tensor], **parameters) -> Tensor:
@@ -31,11 +31,6 @@ def members(rng: torch.Generator, shape: tuple[int, int] = (24, 40)) -> list[Ten
     return [0.02 * tensor.double() for tensor in (base, *experts)]
 
 
-def far(one: Tensor, other: Tensor, base: Tensor) -> float:
-    """The difference of two merges, in units of the task vector of the second."""
-    return float((one - other).norm() / (other - base).norm())
-
-
 @pytest.mark.parametrize(
     ("method", "given"),
     [("ace", {}), ("ace", REFINED), ("ace", WEIGHTED), ("ace_relative", WEIGHTED)],
@@ -45,8 +40,8 @@ def test_outputs_are_the_inputs_of_the_transposes(rng, method, given, shape):
     tensors = members(rng, shape)
     got = merge(method, tensors, side="outputs", **given)
     wanted = merge(method, [tensor.mT.contiguous() for tensor in tensors], **given).mT
-    assert far(got, wanted, tensors[0]) <= 1e-9
-    assert far(got, merge(method, tensors, **given), tensors[0]) >= 0.01
+    assert task_vector_error(got, wanted, tensors[0]) <= 1e-9
+    assert task_vector_error(got, merge(method, tensors, **given), tensors[0]) >= 0.01
 
 
 @METHODS
@@ -58,54 +53,48 @@ def test_every_layout_has_another_side(rng, method):
         turned = [t.mT.contiguous() if layout == "transposed" else t for t in given]
         got = merge(method, turned, side="outputs", layout=layout)
         got = got.mT if layout == "transposed" else got
-        assert far(got if got.ndim == 2 else got[0], wanted, tensors[0]) <= 1e-9
+        assert task_vector_error(got if got.ndim == 2 else got[0], wanted, tensors[0]) <= 1e-9
     kernels = [tensor.reshape(24, 10, 2, 2) for tensor in tensors]
     for layout in ("mean", "flattened"):
         kept = [merge(method, kernels, side=s, layout=layout) for s in ("inputs", "outputs")]
         assert torch.equal(*kept)
 
 
-def of_models(method: str, names: list[str], **parameters) -> TensorSettings:
-    """Settings of a merge of models by these references."""
-    settings = settings_of(merge_methods.get(method), len(names), **parameters)
-    models = tuple(ModelReference.parse(name) for name in names)
-    own = {
-        name: dict(zip(models, value.values(), strict=True)) if isinstance(value, dict) else value
-        for name, value in settings.parameters.items()
-    }
-    return replace(settings, experts=models, parameters=own)
-
-
 @pytest.mark.parametrize(
     ("names", "given", "expected"),
     [
-        (["base+one", "base+two", "base+three"], {}, "outputs"),
-        (["base+one", "base+two", "full"], {}, "inputs"),
-        (["base+one", "base+two", "base+three"], {"side": "inputs"}, "inputs"),
+        (ADAPTERS, {}, "outputs"),
+        ([*ADAPTERS[:2], "full"], {}, "inputs"),
+        (ADAPTERS, {"side": "inputs"}, "inputs"),
         (["one", "two", "full"], {"side": "outputs"}, "outputs"),
     ],
 )
 @METHODS
-def test_adapters_are_read_from_their_outputs(rng, method, names, given, expected):
-    tensors = members(rng)
-    settings = of_models(method, names, **given)
-    merged, record = merge_methods.get(method).merge(tensors, settings)
-    assert record.matrices[0].side == expected
-    assert record.layout == "matrix"
+def test_adapters_are_read_from_their_outputs(rng, tmp_path, method, names, given, expected):
+    tensors, report = members(rng), tmp_path / "lines.jsonl"
+    base, *experts = map(ModelReference.parse, ["base", *names])
+    models = dict(zip([base, *experts], ({"w": tensor} for tensor in tensors), strict=True))
+    parameters = {**given, "report": str(report)}
+    merged = merge_state_dicts(models, method, base=base, parameters=parameters)["w"]
+    line = json.loads(report.read_text())
+    assert (line["side"], line["layout"]) == (expected, "matrix")
     assert torch.equal(merged, merge(method, tensors, side=expected))
 
 
 @METHODS
-@KNOWN
+@pytest.mark.parametrize("known", ["coefficients", "covariances"])
 def test_what_was_measured_or_learned_belongs_to_inputs(method, known):
-    merger, names, shape = merge_methods.get(method), ["base+one", "base+two"], (900, 100)
-    inputs, outputs = (
-        merger.work(of_models(method, names, side=side), shape, 2) for side in ("inputs", "outputs")
-    )
-    adapters = of_models(method, names)
-    assert merger.work(adapters, shape, 2) == outputs != inputs
-    given = replace(adapters, parameters={**adapters.parameters, known: "file"})
-    assert merger.work(given, shape, 2) == inputs
-    given = replace(given, parameters={**given.parameters, "side": "outputs"})
+    """As is seen from what a merge takes: matrices of the outputs' side are smaller here."""
+    method, models = merge_methods.get(method), tuple(map(ModelReference.parse, ADAPTERS))
+    defaults = {parameter.name: parameter.default for parameter in method.spec.parameters}
+
+    def settings(**given) -> TensorSettings:
+        return TensorSettings("w", "base", models, defaults | given, "matrix")
+
+    def operations(**given) -> float:
+        return method.work(settings(**given), (900, 100), 3).operations
+
+    assert operations() == operations(side="outputs") != operations(side="inputs")
+    assert operations(**{known: "file"}) == operations(side="inputs")
     with pytest.raises(ValueError, match=f"`{known}` belongs to covariances of inputs"):
-        merger.check_settings(given)
+        method.check_settings(settings(**{known: "file", "side": "outputs"}))
