@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
@@ -25,21 +24,9 @@ from mergekit_ace.methods.base import (
     notice,
 )
 from mergekit_ace.methods.coefficients import MeasuredLookup, component_coefficients
-from mergekit_ace.methods.parameters import (
-    COEFFICIENTS,
-    COVARIANCES,
-    LAYOUT,
-    MIX,
-    SIDE,
-    TASK,
-    WEIGHT,
-    option_parameters,
-)
+from mergekit_ace.methods.parameters import INPUTS, LAYOUT, SIDE, WEIGHT, option_parameters
 
 _OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
-_FILES = (COEFFICIENTS, COVARIANCES, MIX, TASK)
-
-
 # A flatness of Σ S_t: 0.78 in the median after Muon, 0.10 after AdamW (the judge's llama families).
 WHITENED = 0.5
 SMALLEST = 128  # columns of a matrix whose covariance is worth a word
@@ -52,6 +39,7 @@ class RidgeMethod(TaskVectorMethod):
     citations = cited("xu2026ace")
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
+    products = 2.0  # the system and the numerator
 
     def options(self, settings: TensorSettings) -> PlusOptions:
         """Return the options among the resolved parameters of a tensor."""
@@ -122,15 +110,10 @@ class RidgeMethod(TaskVectorMethod):
         known = any(parameters.get(name) is not None for name in ("covariances", "statistics"))
         return "measured covariances of inputs are not of low rank" if known else ""
 
-    def coefficients(
-        self, settings: TensorSettings, group: TensorGroup | None = None
-    ) -> Sequence[float] | None:
+    def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         if settings.parameters.get("coefficients") is None:
             return None
         return component_coefficients(self.spec.name, self.options(settings), settings)
-
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        return 2.0  # the system and the numerator
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         return super().work(_as_solved(settings, len(shape)), shape, experts)
@@ -158,15 +141,13 @@ class AceMerge(RidgeMethod):
         "ace",
         "ACE-Merging",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(AceOptions), SIDE, LAYOUT, *_FILES),
+        (WEIGHT, *option_parameters(AceOptions), SIDE, LAYOUT, *INPUTS),
     )
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     own_rule = "merged by the closed form"
     options_class = AceOptions
     entry = 8  # as of eigenvectors
-
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        return 5.0  # with the refinement
+    products = 5.0  # with the refinement
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
@@ -189,7 +170,7 @@ class RelativeAceMerge(RidgeMethod):
         "ace_relative",
         "ACE-Merging with relative covariances",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(RelativeOptions), SIDE, table_layout, *_FILES),
+        (WEIGHT, *option_parameters(RelativeOptions), SIDE, table_layout, *INPUTS),
     )
     summary = (
         "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
@@ -206,7 +187,7 @@ class PlusAceMerge(RidgeMethod):
         "ace_plus",
         "ACE-Merging of inputs and outputs",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(PlusOptions), RelativeAceMerge.table_layout, *_FILES),
+        (WEIGHT, *option_parameters(PlusOptions), RelativeAceMerge.table_layout, *INPUTS),
     )
     summary = (
         "Solves ACE-Merging's regression for inputs and outputs at once, so that experts "
@@ -216,8 +197,5 @@ class PlusAceMerge(RidgeMethod):
     options_class = PlusOptions
     ill_conditioned = ""
     citations = cited("xu2026ace", "gargiulo2025tsv")
-
     entry = 16  # the squares of inputs and of outputs are kept of every expert
-
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        return 2.0 * (3 + STEPS)  # of rows and of columns: squares, right sides, weights and steps
+    products = 2.0 * (3 + STEPS)  # of rows and of columns: squares, right sides, weights and steps

@@ -129,13 +129,14 @@ class TensorSettings:
     layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
     coefficients: Sequence[float] | None = None  # that its merge uses
     space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
+    group: TensorGroup | None = None  # None until tensors are read, and where they have low rank
 
     @classmethod
     def of(cls, group: TensorGroup, parameters: Mapping[str, Any]) -> TensorSettings:
         """Return those of a group with its resolved parameters."""
         assert group.base is not None  # the contract of our methods requires it
         experts = tuple(expert.id for expert in group.non_base)
-        return cls(group.metadata.name, group.base.id, experts, parameters)
+        return cls(group.metadata.name, group.base.id, experts, parameters, group=group)
 
     @property
     def models(self) -> list[str]:
@@ -179,6 +180,7 @@ class TaskVectorMethod(GroupMergeMethod):
     ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
+    products: ClassVar[float] = 0.0  # with all task vectors that a merge is worth; 0 for a sweep
 
     @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
@@ -187,31 +189,22 @@ class TaskVectorMethod(GroupMergeMethod):
     def check_settings(self, settings: TensorSettings) -> None:
         """Raise a `ValueError` where parameters do not fit each other or the tensor."""
 
-    def coefficients(
-        self, settings: TensorSettings, group: TensorGroup | None = None
-    ) -> Sequence[float] | None:
-        """Return the coefficients that the merge of a tensor uses, or say what to write.
-
-        The group is None before its tensors are read, and for task vectors of low rank.
-        """
+    def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        """Return the coefficients that the merge of a tensor uses, or say what to write."""
         return None
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return ""
 
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        """Return how many products with all task vectors a merge is worth; 0 for a sweep."""
-        return 0.0
-
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from the shape as stored, for all experts together."""
-        found, products = matrices_in(shape, settings.layout), self.products(settings.parameters)
-        if found is None or experts < 2 or not products:
+        found = matrices_in(shape, settings.layout)
+        if found is None or experts < 2 or not self.products:
             return sweep(shape, experts)
         count, rows, columns = found
         size = min(columns, experts * rows)
-        operations = 2.0 * products * experts * count * rows * columns * size
+        operations = 2.0 * self.products * experts * count * rows * columns * size
         return Work(operations, self.entry * (experts + 4) * max(rows * columns, size**2))
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -270,14 +263,12 @@ class TaskVectorMethod(GroupMergeMethod):
         tables = "table" in self.layouts
         return stored_layout(chosen, settings.base, settings.name, ndim, tables=tables)
 
-    def complete(
-        self, settings: TensorSettings, ndim: int, group: TensorGroup | None = None
-    ) -> TensorSettings:
+    def complete(self, settings: TensorSettings, ndim: int) -> TensorSettings:
         """Return settings with the tensor's layout and coefficients, once they are checked."""
         self.check_settings(settings)
         if self.layouts:
             settings = replace(settings, layout=self.layout(settings, ndim))
-        return replace(settings, coefficients=self.coefficients(settings, group))
+        return replace(settings, coefficients=self.coefficients(settings))
 
     def explain(self, error: Exception, settings: TensorSettings) -> str:
         """Return the message for a tensor that cannot be merged."""
@@ -314,7 +305,7 @@ class TaskVectorMethod(GroupMergeMethod):
             moved = replace(group, entries=tuple(entries))
             assert moved.base is not None  # the contract requires it
             tensors = [moved.base.tensor, *(expert.tensor for expert in moved.non_base)]
-            complete = self.complete(settings, tensors[0].ndim, moved)
+            complete = self.complete(replace(settings, group=moved), tensors[0].ndim)
             merged, record = self.merge(tensors, complete)
             if name and is_running_statistic(name):  # sums may be negative variances
                 low, high = (reduce(f, tensors) for f in (torch.minimum, torch.maximum))

@@ -36,24 +36,14 @@ def option_parameters(model: type[BaseModel]) -> tuple[NamedParameter, ...]:
     )
 
 
-def _loads(load: Any) -> AfterValidator:
-    """Return a check that a file can be loaded, before anything is merged."""
-
-    def check(path: str) -> str:
-        load(path)
-        return path
-
-    return AfterValidator(check)
-
-
 CoefficientPath = Annotated[
     str,
-    _loads(load_coefficients),
+    AfterValidator(lambda path: load_coefficients(path) and path),
     Field(description="the path of a coefficients.safetensors that `mergekit-ace train` wrote"),
 ]
 StatisticsPath = Annotated[
     str,
-    _loads(load_statistics),
+    AfterValidator(lambda path: load_statistics(path) and path),
     Field(description="the path of a statistics.json that `mergekit-ace statistics` wrote"),
 ]
 TaskName = Annotated[
@@ -95,3 +85,4 @@ COVARIANCES = shared(
     "estimates. Tensors without a measurement keep their estimate.",
 )
 MIX = shared("mix", Fraction, 0.25, "Share of the measured covariance; 0 is the estimate alone.")
+INPUTS = (COEFFICIENTS, COVARIANCES, MIX, TASK)  # what files know of the inputs of a matrix

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from mergekit.merge_methods.base import TensorGroup
 from torch import Tensor
 
 from mergekit_ace.algebra.task_vectors import Factor, merge_entries
@@ -89,16 +88,14 @@ class StatsMerge(TaskVectorMethod):
         reads = parameters.get("learner") is not None
         return "the network of its `learner` reads the weights of full models" if reads else ""
 
-    def coefficients(
-        self, settings: TensorSettings, group: TensorGroup | None = None
-    ) -> Sequence[float] | None:
+    def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
         """Return λ_k from the one source that the config names."""
         source, learner = self._source(settings), settings.parameters["learner"]
         if source == "weight":
             return settings.of_experts("weight", None)
         if source == "coefficients":
             return file_coefficients(self.spec.name, settings)
-        if group is None:
+        if settings.group is None:
             load_learner(learner)  # says, before a tensor is read, if it cannot predict
             return None
-        return predict_coefficients(learner, group)
+        return predict_coefficients(learner, settings.group)

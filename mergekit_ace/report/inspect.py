@@ -148,7 +148,7 @@ class InspectTensor(ExecuteMergeMethodTask):
         group.validate_tensors()
         check_finite("inspect", group)
         method, parameters = _deciding_method(planned)
-        settings = method.complete(TensorSettings.of(group, parameters), base.ndim, group)
+        settings = method.complete(TensorSettings.of(group, parameters), base.ndim)
         settings = replace(settings, layout=planned.layout(base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
         measure = partial(_measure, versions, method, settings)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Annotated, Any
 
 import torch
-from mergekit.merge_methods.base import TensorGroup
 from pydantic import Field
 from torch import Tensor
 
@@ -127,9 +126,7 @@ class LinesMerge(TaskVectorMethod):
     citations = cited("wang2025lines")
     own_rule = "merged with a coefficient by depth"
 
-    def coefficients(
-        self, settings: TensorSettings, group: TensorGroup | None = None
-    ) -> Sequence[float]:
+    def coefficients(self, settings: TensorSettings) -> Sequence[float]:
         """Return the same coefficient for every expert."""
         parameters, count, name = settings.parameters, len(settings.experts), settings.name or ""
         alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]

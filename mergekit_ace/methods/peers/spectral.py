@@ -30,7 +30,14 @@ from mergekit_ace.algebra.task_vectors import (
     select_active,
     task_vector,
 )
-from mergekit_ace.methods.base import Merged, TaskVectorMethod, TensorSettings, cited, method_spec
+from mergekit_ace.methods.base import (
+    Merged,
+    TaskVectorMethod,
+    TensorSettings,
+    Work,
+    cited,
+    method_spec,
+)
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 
 EPS64 = torch.finfo(torch.float64).eps
@@ -61,6 +68,7 @@ class MatrixMethod(TaskVectorMethod):
 
     scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
     entry = 8
+    products = 10.0  # decompositions of every expert and of them all
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
@@ -80,9 +88,6 @@ class MatrixMethod(TaskVectorMethod):
             return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
 
         return by_layout(base, experts, settings.layout, select, scale, formula)
-
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        return 10.0  # decompositions of every expert and of them all
 
 
 class TsvMerge(MatrixMethod):
@@ -209,6 +214,7 @@ class WudiMerge(MatrixMethod):
     citations = cited("cheng2025wudi")
     own_rule = "merged with the least interference"
     whole = True
+    products = 2.0  # a step of adam; all of the closed form are few
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         if parameters["solver"] == "exact":
@@ -221,8 +227,10 @@ class WudiMerge(MatrixMethod):
         adam = parameters.get("solver") == "adam"
         return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
 
-    def products(self, parameters: Mapping[str, Any]) -> float:
-        return 2.0 * parameters["steps"] if parameters["solver"] == "adam" else 7.0
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        work, steps = super().work(settings, shape, experts), settings.parameters["steps"]
+        adam = settings.parameters["solver"] == "adam"
+        return replace(work, operations=work.operations * steps) if adam else work
 
 
 def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
