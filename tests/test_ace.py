@@ -253,11 +253,12 @@ def test_an_expert_that_is_the_base_in_another_precision_takes_no_part(rng, dtyp
 
 
 @pytest.mark.parametrize("merge", [merge_tensor, merge_relative, merge_plus])
+@pytest.mark.parametrize("noise", [0.1, 30.0])
 @pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70)])
-def test_a_weak_expert_does_not_decide_the_merge(rng, merge, shape):
+def test_a_weak_expert_does_not_decide_the_merge(rng, merge, shape, noise):
     """Two experts of one norm, and a third of strength r, by defaults; see the algebra's README."""
     left, right = (torch.randn(3, n, 4, generator=rng, dtype=torch.float64) for n in shape)
-    deltas = left @ right.mT + 0.1 * torch.randn(3, *shape, generator=rng, dtype=torch.float64)
+    deltas = left @ right.mT + noise * torch.randn(3, *shape, generator=rng, dtype=torch.float64)
     first, second, weak = deltas / torch.linalg.matrix_norm(deltas)[:, None, None]
     base, total, before = torch.zeros_like(weak), first + second, None
     alone, _ = merge(base, [first, second], layout="matrix")

@@ -21,9 +21,9 @@ def test_comparison(rng, monkeypatch, shape, scale):
     experts += [torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1]), base.clone()]
     found = compare_entries(base, experts)
     deltas = [d.flatten() for d in deltas_of(base, experts)]
-    assert found.base_norm == pytest.approx(float(base.double().norm()))
-    assert found.norm == pytest.approx([float(d.norm()) for d in deltas])
-    assert found.unchanged == [
+    assert found["base_norm"] == pytest.approx(float(base.double().norm()))
+    assert found["norm"] == pytest.approx([float(d.norm()) for d in deltas])
+    assert found["unchanged"] == [
         pytest.approx(float((d == 0).double().mean()) if len(d) else 1.0) for d in deltas
     ]
     for s, one in enumerate(deltas):
@@ -32,7 +32,7 @@ def test_comparison(rng, monkeypatch, shape, scale):
             if one.norm() and other.norm():
                 product = (one / one.norm()) @ (other / other.norm())
                 cosine = pytest.approx(float(product), abs=1e-6)
-            assert found.cosine[s][t] == cosine
+            assert found["cosine"][s][t] == cosine
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (5, 9), (1, 6)])

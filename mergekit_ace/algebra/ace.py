@@ -190,15 +190,12 @@ def merge_tensor(
         if expert.shape != base.shape:
             shapes = f"{tuple(expert.shape)}, but the base {tuple(base.shape)}"
             raise ValueError(f"expert {t} has the shape {shapes}; merge versions of one tensor")
-    if not len(weights) == count > 0 or not all(0 <= w < math.inf for w in weights):
+    valid = len(weights) == count > 0 and all(0 <= weight < math.inf for weight in weights)
+    if not valid or len(given) != count + options.refines or not all(map(math.isfinite, given)):
         raise ValueError(
-            f"give at least one expert, and a finite weight for each, 0 or greater: there are "
-            f"{count} experts, and the weights {list(weights)}"
-        )
-    if len(given) != count + options.refines or not all(map(math.isfinite, given)):
-        raise ValueError(
-            "give a finite coefficient for each expert, and a last one for the refinement of "
-            f"`ace`: there are {count} experts, and the coefficients {list(given)}"
+            "give at least one expert, a finite weight for each, 0 or greater, and a finite "
+            "coefficient for each, and a last one for the refinement of `ace`: there are "
+            f"{count} experts, and the weights {list(weights)}, and the coefficients {list(given)}"
         )
     select = partial(
         select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,24 +23,13 @@ SUBSPACE = 16
 STACK_SAMPLE = 4
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The task vectors of one tensor; lists in the order of the experts."""
-
-    base_norm: float  # ‖W0‖_F
-    norm: tuple[float, ...]  # ‖Δ_t‖_F
-    relative_size: tuple[float | None, ...]  # ‖Δ_t‖/‖W0‖; None where W0 is zero
-    unchanged: tuple[float, ...]  # share of entries with W_t = W0
-    cosine: PairTable  # ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖), T × T; None where one of them is zero
-
-
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
     return np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()
 
 
-def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
-    """Compare task vectors entry by entry, in float64, of tensors of any shape."""
+def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> dict[str, Any]:
+    """Compare task vectors entry by entry, in float64, of tensors of any shape; see `Record`."""
     origin, *versions = (tensor.reshape(-1) for tensor in (base, *experts))
     count = base.numel()
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
@@ -51,12 +41,15 @@ def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> Comparison:
         deltas = torch.stack([v[part].double() for v in versions]).sub_(origin[part].double())
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
-    unchanged = [1 - n / count if count else 1.0 for n in changed.tolist()]
     base_norm, norms = math.sqrt(base_square), products.diagonal().sqrt()
     sizes = tuple(norms.tolist())
-    relative = tuple(norm / base_norm if base_norm else None for norm in sizes)
-    cosine = _pairs(products / torch.outer(norms, norms), sizes)
-    return Comparison(base_norm, sizes, relative, tuple(unchanged), cosine)
+    return {
+        "base_norm": base_norm,
+        "norm": sizes,
+        "relative_size": tuple(norm / base_norm if base_norm else None for norm in sizes),
+        "unchanged": tuple(1 - n / count if count else 1.0 for n in changed.tolist()),
+        "cosine": _pairs(products / torch.outer(norms, norms), sizes),
+    }
 
 
 def _norm(tensor: Tensor) -> float:

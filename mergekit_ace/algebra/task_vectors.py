@@ -38,6 +38,8 @@ Number = Annotated[
     float, BeforeValidator(_number), Field(allow_inf_nan=False, description="a finite number")
 ]
 Integer = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[int, Field(ge=1, strict=True, description="a whole number, 1 or greater")]
+Positive = Annotated[Number, Field(gt=0, le=1e15, description="a number above 0, at most 1e15")]
 NonNegative = Annotated[Number, Field(ge=0, description="a number, 0 or greater")]
 # Products of two factors, and a ridge, stay in the range of float32, in which they are applied.
 Factor = Annotated[

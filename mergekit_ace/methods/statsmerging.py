@@ -21,12 +21,6 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.coefficients import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
-LEARNER = replace(
-    COEFFICIENTS,
-    name="learner",
-    description="The file whose network predicts coefficients from the statistics of the tensors.",
-)
-
 
 class StatsMerge(TaskVectorMethod):
     """StatsMerging (layer-wise merging with coefficients learned from weight statistics).
@@ -36,22 +30,18 @@ class StatsMerge(TaskVectorMethod):
     network (``learner``), or given in the config (``weight``).
     """
 
+    weight = per_expert("weight", Factor | None, None, "λ of the expert, instead of a file.")
+    learner = replace(
+        COEFFICIENTS, name="learner", description="The file whose network predicts coefficients."
+    )
+    missing = shared(
+        "missing", Literal["error", "mean"], "error", "Of tensors not in the file; mean: λ = 1/T."
+    )
     spec = method_spec(
         "statsmerging",
         "StatsMerging",
         "https://arxiv.org/abs/2506.04567",
-        (
-            per_expert("weight", Factor | None, None, "λ of the expert, instead of a file."),
-            COEFFICIENTS,
-            LEARNER,
-            TASK,
-            shared(
-                "missing",
-                Literal["error", "mean"],
-                "error",
-                "What happens to a tensor that the file does not know; mean: all λ = 1/T.",
-            ),
-        ),
+        (weight, COEFFICIENTS, learner, TASK, missing),
     )
     summary = (
         "Adds the task vectors with a coefficient per expert and tensor that `mergekit-ace train` "

@@ -25,7 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.algebra.inspection import (
-    Comparison,
     add_subspaces,
     compare_entries,
     evenly_spaced,
@@ -157,7 +156,7 @@ class InspectTensor(ExecuteMergeMethodTask):
         except MERGE_ERRORS as error:
             raise ConfigError(method.explain(error, settings)) from error
         other = None if method is planned.method else method.spec.name
-        measured = {**vars(comparison), "decisions_of": other}
+        measured = {**comparison, "decisions_of": other}
         seconds = time.perf_counter() - start
         return tensor_record(planned.task.method_name, settings, record, seconds, **measured)
 
@@ -167,7 +166,7 @@ def _measure(
     method: TaskVectorMethod,
     settings: TensorSettings,
     device: torch.device,
-) -> tuple[TensorRecord, Comparison]:
+) -> tuple[TensorRecord, dict[str, Any]]:
     """Look at the versions of a tensor, and at what their merge decides."""
     base, *experts = tensors = [tensor.to(device) for tensor in versions]
     comparison = compare_entries(base, experts)

@@ -7,22 +7,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_rows, blocks
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
+    Count,
     Factor,
     FixedLayout,
     Fraction,
     MatrixRecord,
     NonNegative,
-    Number,
+    Positive,
     Ridge,
     by_layout,
     merge_entries,
@@ -45,8 +45,6 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WE
 from mergekit_ace.naming import layer_of, stack_size
 
 LEAST_RIDGE = 1e-6  # in mean eigenvalues
-Count = Annotated[int, Field(ge=1, strict=True, description="a whole number, 1 or greater")]
-Floor = Annotated[Number, Field(gt=0, le=1e6, description="a number above 0, and at most 1e06")]
 
 
 class ConsensusMerge(TaskVectorMethod):
@@ -57,15 +55,14 @@ class ConsensusMerge(TaskVectorMethod):
     the defaults are that of task arithmetic and the middle of its range.
     """
 
+    scale = replace(LAMBDA, default=0.4)
+    threshold = shared("mask_threshold", NonNegative, 0.4, "Least change, against all others.")
+    consensus = shared("consensus", Count, 2, "How many experts must ask for an entry.")
     spec = method_spec(
         "consensus_ta",
         "Consensus Task Arithmetic",
         "https://arxiv.org/abs/2405.07813",
-        (
-            replace(LAMBDA, default=0.4),
-            shared("mask_threshold", NonNegative, 0.4, "Least change, against all others."),
-            shared("consensus", Count, 2, "How many experts must ask for an entry."),
-        ),
+        (scale, threshold, consensus),
     )
     summary = "Adds the task vectors in those entries that at least two experts ask for."
     citations = cited("wang2024localizing")
@@ -111,16 +108,11 @@ class LinesMerge(TaskVectorMethod):
     data; the default is what is used for task arithmetic without data.
     """
 
+    alpha = shared("alpha", Factor | None, None, "Of the first layer and outside; 1/T by default.")
+    beta = shared("beta", Factor, 0.4, "How much more the last layer has.")
+    layers = shared("layers", Count | None, None, "L, where it cannot be read from the base.")
     spec = method_spec(
-        "lines",
-        "LiNeS",
-        "https://arxiv.org/abs/2410.17146",
-        (
-            LAMBDA,
-            shared("alpha", Factor | None, None, "Of the first layer and outside; 1/T by default."),
-            shared("beta", Factor, 0.4, "How much more the last layer has."),
-            shared("layers", Count | None, None, "L, where it cannot be read from the base."),
-        ),
+        "lines", "LiNeS", "https://arxiv.org/abs/2410.17146", (LAMBDA, alpha, beta, layers)
     )
     summary = "Adds the task vectors with a coefficient that rises linearly with depth."
     citations = cited("wang2025lines")
@@ -130,14 +122,13 @@ class LinesMerge(TaskVectorMethod):
         """Return the same coefficient for every expert."""
         parameters, count, name = settings.parameters, len(settings.experts), settings.name or ""
         alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]
-        layer, given, depth = layer_of(name), parameters["layers"], 0.0
+        layer, depth = layer_of(name), 0.0
         if layer is not None:
-            layers = given or stack_size(name, tensor_names(settings.base) or ())
+            layers = parameters["layers"] or stack_size(name, tensor_names(settings.base) or ())
             if layer >= layers:
-                known = f"`layers` is {given}: leave it out, or" if given else "layers are unknown:"
                 raise ValueError(
                     f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from "
-                    f"0), and {known} set `layers` to the number of all"
+                    f"0) of {layers or 'an unknown number'}; set `layers` to the number of all"
                 )
             depth = layer / (layers - 1) if layers > 1 else 1.0
         return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
@@ -175,31 +166,17 @@ def measured_regression(
 class RegMeanMerge(RidgeMethod):
     """RegMean: linear layers by regression on their measured inputs, all others averaged."""
 
+    off_diagonal = shared(
+        "off_diagonal", Fraction, 0.9, "α, the factor of X_tᵀX_t off its diagonal; 0.1 for T5."
+    )
+    ridge = shared(
+        "epsilon", Ridge, 0.0, "A ridge beside α, in mean eigenvalues of X_tᵀX_t; at least 1e-6."
+    )
     spec = method_spec(
         "regmean",
         "RegMean",
         "https://arxiv.org/abs/2212.09849",
-        (
-            STATISTICS,
-            WEIGHT,
-            LAMBDA,
-            shared(
-                "off_diagonal",
-                Fraction,
-                0.9,
-                "α, by which entries of X_tᵀX_t off its diagonal are multiplied; the paper's is "
-                "0.9, and 0.1 for T5.",
-            ),
-            shared(
-                "epsilon",
-                Ridge,
-                0.0,
-                "A ridge beside α, or instead of it with off_diagonal: 1, in mean eigenvalues of "
-                "X_tᵀX_t; never below 1e-6.",
-            ),
-            LAYOUT,
-            TASK,
-        ),
+        (STATISTICS, WEIGHT, LAMBDA, off_diagonal, ridge, LAYOUT, TASK),
     )
     summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
     citations = cited("jin2023regmean")
@@ -259,17 +236,12 @@ def merge_by_fisher(
 class FisherMerge(TaskVectorMethod):
     """Fisher merging: every entry is a mean of the experts', weighted by Fisher information."""
 
+    level = shared("fisher_floor", Positive, 1e-6, "Added to the information, in its mean entries.")
     spec = method_spec(
         "fisher",
         "Fisher merging",
         "https://arxiv.org/abs/2111.09832",
-        (
-            STATISTICS,
-            WEIGHT,
-            LAMBDA,
-            shared("fisher_floor", Floor, 1e-6, "Added to the information, in its mean entries."),
-            TASK,
-        ),
+        (STATISTICS, WEIGHT, LAMBDA, level, TASK),
     )
     summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
     citations = cited("matena2022fisher")

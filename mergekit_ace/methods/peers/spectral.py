@@ -8,10 +8,9 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
@@ -22,9 +21,10 @@ from mergekit_ace.algebra.linalg import (
 )
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
+    Count,
     Fraction,
     MatrixRecord,
-    Number,
+    Positive,
     by_layout,
     rounding_floors,
     select_active,
@@ -43,8 +43,6 @@ from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, shared
 EPS64 = torch.finfo(torch.float64).eps
 # What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
 OUTSIDE = 1e4 * EPS64
-Steps = Annotated[int, Field(ge=0, strict=True, description="a whole number, 0 or greater")]
-Rate = Annotated[Number, Field(gt=0, le=1e15, description="a number above 0, and at most 1e15")]
 
 
 Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
@@ -126,15 +124,9 @@ class IsoCtsMerge(MatrixMethod):
     left ones, which are the other r − T·s and lead Σ_t Δ_t.
     """
 
+    share = shared("common_fraction", Fraction, 0.8, "Share of the directions from the sum.")
     spec = method_spec(
-        "iso_cts",
-        "Iso-CTS",
-        "https://arxiv.org/abs/2502.04959",
-        (
-            LAMBDA,
-            LAYOUT,
-            shared("common_fraction", Fraction, 0.8, "Share of the directions from the sum."),
-        ),
+        "iso_cts", "Iso-CTS", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT, share)
     )
     summary = "Joins the leading directions of the sum and of each expert, all equally strong."
     citations = cited("marczak2025isotropic")
@@ -161,16 +153,9 @@ class IsoCtsMerge(MatrixMethod):
 class CartMerge(MatrixMethod):
     """CART: centred arithmetic with rank-reduced task vectors, Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄)."""
 
-    spec = method_spec(
-        "cart",
-        "CART",
-        "https://arxiv.org/abs/2412.12153",
-        (
-            replace(LAMBDA, description="Scale λ of what is added to the average."),
-            LAYOUT,
-            shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert."),
-        ),
-    )
+    scale = replace(LAMBDA, description="Scale λ of what is added to the average.")
+    share = shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert.")
+    spec = method_spec("cart", "CART", "https://arxiv.org/abs/2412.12153", (scale, LAYOUT, share))
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
     citations = cited("choi2024cart")
     own_rule = "merged as the average and low-rank differences from it"
@@ -193,22 +178,14 @@ class CartMerge(MatrixMethod):
 class WudiMerge(MatrixMethod):
     """WUDI-Merging, Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖² at its least, by descent or exactly."""
 
+    solver = shared("solver", Literal["adam", "exact"], "adam", "A descent, or the closed form.")
+    steps = shared("steps", Count, 300, "Steps of adam.")
+    rate = shared("learning_rate", Positive, 1e-5, "Of adam, in the unit of the weights.")
     spec = method_spec(
         "wudi",
         "WUDI-Merging",
         "https://arxiv.org/abs/2503.08099",
-        (
-            LAMBDA,
-            LAYOUT,
-            shared(
-                "solver",
-                Literal["adam", "exact"],
-                "adam",
-                "The authors' descent, or the closed form.",
-            ),
-            shared("steps", Steps, 300, "Steps of adam."),
-            shared("learning_rate", Rate, 1e-5, "Of adam, in the unit of the weights."),
-        ),
+        (LAMBDA, LAYOUT, solver, steps, rate),
     )
     summary = "Minimises the interference of the task vectors with each other on their own rows."
     citations = cited("cheng2025wudi")
