@@ -23,7 +23,7 @@ from mergekit_ace.plugin import our_methods
 PEERS = [
     m.spec.name
     for m in our_methods()
-    if ".peers." in type(m).__module__ and not needs_statistics(m)
+    if type(m).__module__.endswith(".peers") and not needs_statistics(m)
 ]
 # Those that read matrices: method, parameters and the transcription.
 MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = {

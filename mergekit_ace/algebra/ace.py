@@ -42,7 +42,6 @@ from mergekit_ace.algebra.task_vectors import (
     form_stack,
     from_matrices,
     measure_heterogeneity,
-    merge_mean,
     resolve_layout,
     select_active,
     task_vector,

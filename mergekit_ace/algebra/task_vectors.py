@@ -361,14 +361,15 @@ def by_layout(
     layout: FixedLayout,
     select: Callable[[Tensor, Sequence[Tensor]], ActiveExperts],
     scale: float,
-    formula: Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord]],
+    formula: Callable[[Tensor, ActiveExperts], tuple[Tensor, MatrixRecord] | None],
     *,
     entrywise: bool = False,
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor, each of its matrices by a formula.
 
     The formula is for a matrix, (o, i), that at least two experts changed, and if `entrywise` for
-    what is no matrix, too; the mean, times `scale`, is for all else. `select` tells who takes part.
+    what is no matrix, too. The mean, times `scale`, is for all else, and where the formula returns
+    None. `select` tells who takes part.
     """
     has_matrices = layout != "mean" and base.numel() > 0
     parts, records = [], []

@@ -107,7 +107,7 @@ class RidgeMethod(TaskVectorMethod):
         return MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        known = any(parameters.get(name) is not None for name in ("covariances", "statistics"))
+        known = parameters.get("covariances") is not None
         return "measured covariances of inputs are not of low rank" if known else ""
 
     def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:

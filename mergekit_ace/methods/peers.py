@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published merge methods that ACE-Merging is compared with.
+
+`tsv_m`, `iso_c`, `iso_cts`, `cart` and `wudi` merge each matrix by a formula; `consensus_ta` and
+`lines` work entry by entry; `regmean` and `fisher` need statistics of samples.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mergekit_ace.algebra.linalg import (
+    as_rows,
+    blocks,
+    full_precision,
+    leading_directions,
+    orthogonal_factor,
+    orthogonal_sum,
+)
+from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
+from mergekit_ace.algebra.task_vectors import (
+    ActiveExperts,
+    Count,
+    Factor,
+    FixedLayout,
+    Fraction,
+    MatrixRecord,
+    NonNegative,
+    Positive,
+    Ridge,
+    by_layout,
+    merge_entries,
+    rounding_floors,
+    select_active,
+    task_vector,
+)
+from mergekit_ace.files.statistics import Measure
+from mergekit_ace.methods.architecture import is_table, tensor_names
+from mergekit_ace.methods.base import (
+    Merged,
+    TaskVectorMethod,
+    TensorSettings,
+    Work,
+    cited,
+    describe,
+    method_spec,
+)
+from mergekit_ace.methods.coefficients import MeasuredLookup
+from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WEIGHT, shared
+from mergekit_ace.naming import layer_of, stack_size
+
+LEAST_RIDGE = 1e-6  # in mean eigenvalues
+EPS64 = torch.finfo(torch.float64).eps
+# What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
+OUTSIDE = 1e4 * EPS64
+
+
+Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
+
+
+@dataclass(frozen=True)
+class TaskMatrices:
+    """The task vectors of at least two experts, of one matrix."""
+
+    deltas: list[Tensor]  # Δ_t, (o, i), o > 1, none of them zero, float64; may be overwritten
+    size: int  # min(o, i) of the task vectors, also where the deltas are cores of them
+    floors: tuple[float, ...]  # what singular values of the rounding of W_t do not exceed
+
+    def total(self) -> Tensor:
+        """Return Σ_t Δ_t in new memory."""
+        return reduce(Tensor.add_, self.deltas[1:], self.deltas[0].clone())
+
+
+class MatrixMethod(TaskVectorMethod):
+    """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
+
+    scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
+    entry = 8
+    products = 10.0  # decompositions of every expert and of them all
+
+    @abstractmethod
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        base, *experts = tensors
+        parameters, dtype = settings.parameters, torch.float64
+        scale = parameters["lambda"] if self.scales_all else 1.0
+        select = partial(select_active, weights=settings.weights, dtype=dtype, space=settings.space)
+
+        @full_precision()
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            deltas = [task_vector(expert, base, dtype) for expert in active.experts]
+            matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
+            merged, rank = self.combine(matrices, parameters)
+            return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
+
+        return by_layout(base, experts, settings.layout, select, scale, formula)
+
+
+class TsvMerge(MatrixMethod):
+    """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
+
+    spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
+    summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
+    citations = cited("gargiulo2025tsv")
+    own_rule = "merged from orthogonal singular directions"
+    whole = True
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        count = len(matrices.deltas)
+        rank = max(1, matrices.size // count)  # departure: the paper's share would be none
+        return orthogonal_sum(matrices.deltas, rank, matrices.floors, [1.0] * count), rank
+
+
+class IsoCMerge(MatrixMethod):
+    """Iso-C: σ̄ U Vᵀ of Σ_t Δ_t = U diag(σ) Vᵀ, σ̄ the mean of all min(o, i) singular values."""
+
+    spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
+    summary = "Sums the task vectors, and makes all singular values of the sum equal."
+    citations = cited("marczak2025isotropic")
+    own_rule = "merged with equal singular values"
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        size = matrices.size
+        found = leading_directions(matrices.total(), size, math.hypot(*matrices.floors))
+        return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size), None
+
+
+class IsoCtsMerge(MatrixMethod):
+    """Iso-CTS: isotropic merging in common and task-specific subspaces.
+
+    Of r = min(o, i) directions each task contributes s leading ones of (I − U Uᵀ) Δ_t, U the common
+    left ones, which are the other r − T·s and lead Σ_t Δ_t.
+    """
+
+    share = shared("common_fraction", Fraction, 0.8, "Share of the directions from the sum.")
+    spec = method_spec(
+        "iso_cts", "Iso-CTS", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT, share)
+    )
+    summary = "Joins the leading directions of the sum and of each expert, all equally strong."
+    citations = cited("marczak2025isotropic")
+    own_rule = "merged with equal singular values in common and own directions"
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        count, size = len(matrices.deltas), matrices.size
+        own = size - int(size * parameters["common_fraction"])
+        each = min(round(own / count), size // count)  # so that all tasks get the same
+        shared_size = size - each * count
+        common = leading_directions(matrices.total(), shared_size, math.hypot(*matrices.floors))
+        parts = []
+        for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
+            floor = max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta)))
+            delta -= common.left @ (common.left.mT @ delta)
+            parts.append(leading_directions(delta, each, floor))
+        outer = torch.cat([part.left for part in parts], dim=1)  # orthogonal to the common ones
+        left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
+        right = torch.cat([part.right for part in (common, *parts)], dim=1)
+        strength = sum(float(part.values.sum()) for part in (common, *parts)) / size
+        return (left @ orthogonal_factor(right).mT).mul_(strength), each
+
+
+class CartMerge(MatrixMethod):
+    """CART: centred arithmetic with rank-reduced task vectors, Δ̄ + λ Σ_t SVD_k(Δ_t − Δ̄)."""
+
+    scale = replace(LAMBDA, description="Scale λ of what is added to the average.")
+    share = shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert.")
+    spec = method_spec("cart", "CART", "https://arxiv.org/abs/2412.12153", (scale, LAYOUT, share))
+    summary = "Takes the average of the experts, and adds what is left of each one at low rank."
+    citations = cited("choi2024cart")
+    own_rule = "merged as the average and low-rank differences from it"
+    scales_all = False
+
+    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
+        return iter(())  # with λ = 0 it is the average of the experts
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        fraction = parameters["rank_fraction"]
+        rank = max(int(fraction * matrices.size), 1) if fraction > 0 else 0
+        mean = matrices.total().div_(len(matrices.deltas))
+        merged = mean.clone()
+        for delta in matrices.deltas:
+            found = leading_directions(delta.sub_(mean), rank)
+            merged.add_((found.left * found.values) @ found.right.mT, alpha=parameters["lambda"])
+        return merged, rank
+
+
+class WudiMerge(MatrixMethod):
+    """WUDI-Merging, Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖² at its least, by descent or exactly."""
+
+    solver = shared("solver", Literal["adam", "exact"], "adam", "A descent, or the closed form.")
+    steps = shared("steps", Count, 300, "Steps of adam.")
+    rate = shared("learning_rate", Positive, 1e-5, "Of adam, in the unit of the weights.")
+    spec = method_spec(
+        "wudi",
+        "WUDI-Merging",
+        "https://arxiv.org/abs/2503.08099",
+        (LAMBDA, LAYOUT, solver, steps, rate),
+    )
+    summary = "Minimises the interference of the task vectors with each other on their own rows."
+    citations = cited("cheng2025wudi")
+    own_rule = "merged with the least interference"
+    whole = True
+    products = 2.0  # a step of adam; all of the closed form are few
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        if parameters["solver"] == "exact":
+            return minimise_exactly(matrices.deltas), None
+        deltas = [delta.float() for delta in matrices.deltas]  # whose digits a descent needs
+        steps, rate = parameters["steps"], parameters["learning_rate"]
+        return minimise_by_adam(deltas, steps, rate).double(), None
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        adam = parameters.get("solver") == "adam"
+        return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        work, steps = super().work(settings, shape, experts), settings.parameters["steps"]
+        adam = settings.parameters["solver"] == "adam"
+        return replace(work, operations=work.operations * steps) if adam else work
+
+
+def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
+    """Return the smallest minimum, (Σ_t Δ_t G_t)(Σ_t G_t)⁺, with G_t = Δ_tᵀΔ_t / ‖Δ_t‖²."""
+    numerator = torch.zeros_like(deltas[0])
+    gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
+    for delta in deltas:
+        unit = delta / torch.linalg.vector_norm(delta)
+        numerator += _through_the_smaller_square(delta, unit)
+        gram += unit.mT @ unit
+    values, vectors = torch.linalg.eigh(gram)
+    kept = values > len(gram) * EPS64 * values[-1]
+    return ((numerator @ vectors[:, kept]) / values[kept]) @ vectors[:, kept].mT
+
+
+def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
+    """Return L Δᵀ Δ for L and Δ, (o, i): an (o, o) matrix of an embedding would fill the memory."""
+    rows, columns = delta.shape
+    return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
+
+
+def minimise_by_adam(deltas: Sequence[Tensor], steps: int, learning_rate: float) -> Tensor:
+    """Descend on the loss of WUDI as its authors do: by Adam from Σ_t Δ_t, at a constant rate."""
+    merged = torch.stack(list(deltas)).sum(dim=0)
+    adam = torch.optim.Adam([merged], lr=learning_rate)
+    units = [d / torch.linalg.vector_norm(d, dtype=torch.float64).to(d) for d in deltas]
+    for _ in range(steps):
+        merged.grad = torch.zeros_like(merged)
+        for delta, unit in zip(deltas, units, strict=True):
+            merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
+        adam.step()
+    return merged
+
+
+class ConsensusMerge(TaskVectorMethod):
+    """Consensus Task Arithmetic, W0 + λ · M ⊙ Σ_t Δ_t, entry by entry of every tensor.
+
+    Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t| (Eq. 5),
+    M those of at least `consensus` masks. The paper tunes λ and the threshold on validation data;
+    the defaults are that of task arithmetic and the middle of its range.
+    """
+
+    scale = replace(LAMBDA, default=0.4)
+    threshold = shared("mask_threshold", NonNegative, 0.4, "Least change, against all others.")
+    consensus = shared("consensus", Count, 2, "How many experts must ask for an entry.")
+    spec = method_spec(
+        "consensus_ta",
+        "Consensus Task Arithmetic",
+        "https://arxiv.org/abs/2405.07813",
+        (scale, threshold, consensus),
+    )
+    summary = "Adds the task vectors in those entries that at least two experts ask for."
+    citations = cited("wang2024localizing")
+    own_rule = "merged in the entries that enough experts ask for"
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "it selects entries"
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        count, least = len(settings.experts), settings.parameters["consensus"]
+        if 1 < count < least:  # a single expert is what comes out
+            raise ValueError(
+                f"{self.spec.name}: consensus is {least}, but {describe(settings.name)} has "
+                f"{count} experts, so that nothing of them would be merged; write at most {count}"
+            )
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        names = ("lambda", "mask_threshold", "consensus")
+        scale, threshold, least = (settings.parameters[name] for name in names)
+        base, *experts = tensors
+        select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
+            total = torch.zeros_like(base, dtype=active.dtype)
+            for expert in active.experts:
+                total += task_vector(expert, base, active.dtype)
+            votes = torch.zeros_like(base, dtype=torch.int16)
+            for expert in active.experts:
+                delta = task_vector(expert, base, active.dtype)
+                votes += delta.abs() > (total - delta).abs_().mul_(threshold)
+            selected = votes >= least
+            share = float(selected.count_nonzero()) / max(1, base.numel())
+            record = active.record(self.spec.name, selected=share)
+            return total.mul_(selected).mul_(scale).add_(base), record
+
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+
+
+class LinesMerge(TaskVectorMethod):
+    """LiNeS on task arithmetic: coefficients λ (α + β·l/(L − 1)) that rise with depth (Eq. 2).
+
+    l of L layers counts from 0; what is outside of layers gets λ α. The paper tunes β on validation
+    data; the default is what is used for task arithmetic without data.
+    """
+
+    alpha = shared("alpha", Factor | None, None, "Of the first layer and outside; 1/T by default.")
+    beta = shared("beta", Factor, 0.4, "How much more the last layer has.")
+    layers = shared("layers", Count | None, None, "L, where it cannot be read from the base.")
+    spec = method_spec(
+        "lines", "LiNeS", "https://arxiv.org/abs/2410.17146", (LAMBDA, alpha, beta, layers)
+    )
+    summary = "Adds the task vectors with a coefficient that rises linearly with depth."
+    citations = cited("wang2025lines")
+    own_rule = "merged with a coefficient by depth"
+
+    def coefficients(self, settings: TensorSettings) -> Sequence[float]:
+        """Return the same coefficient for every expert."""
+        parameters, count, name = settings.parameters, len(settings.experts), settings.name or ""
+        alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]
+        layer, depth = layer_of(name), 0.0
+        if layer is not None:
+            layers = parameters["layers"] or stack_size(name, tensor_names(settings.base) or ())
+            if layer >= layers:
+                raise ValueError(
+                    f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from "
+                    f"0) of {layers or 'an unknown number'}; set `layers` to the number of all"
+                )
+            depth = layer / (layers - 1) if layers > 1 else 1.0
+        return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        assert settings.coefficients is not None
+        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
+
+
+def measured_regression(
+    active: ActiveExperts, inputs: MeasuredInputs, off_diagonal: float, epsilon: float
+) -> Regression:
+    """Return RegMean's regression of the experts that were measured, of mean eigenvalue 1.
+
+    W0 + (Σ_t w_t Δ_t M_t)(Σ_t w_t M_t)⁻¹ is the closed form of ACE-Merging with S_t = w_t M_t.
+    Departures: a ridge of at least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples
+    get the mean of the Δ_t, and an expert that left a matrix as it was takes no part in it.
+    """
+    found = {t: inputs.covariance(position) for t, position in enumerate(active.positions)}
+    known = {t: own for t, own in found.items() if own is not None}
+    total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+    columns, ridge = active.shape[1], max(epsilon, LEAST_RIDGE)
+    scaled = [
+        (replace(own, off_diagonal=off_diagonal), active.weights[t] * columns / total)
+        for t, own in known.items()
+    ]
+    return Regression(
+        experts=tuple(known),
+        scales=[0.0] * len(known),
+        ridges=[ridge * active.weights[t] * own.trace / total for t, own in known.items()],
+        measured=dict(enumerate(scaled)),
+    )
+
+
+class MeasuredMethod(TaskVectorMethod):
+    """A method that needs statistics of samples."""
+
+    kind: ClassVar[Measure]
+
+    def check_settings(self, settings: TensorSettings) -> None:
+        self.lookup(settings)
+
+    def lookup(self, settings: TensorSettings) -> MeasuredLookup:
+        """Return what was measured of a tensor."""
+        return MeasuredLookup(
+            self.spec.name, settings, settings.parameters["statistics"], self.kind
+        )
+
+
+class RegMeanMerge(MeasuredMethod):
+    """RegMean: linear layers by regression on their measured inputs, all others averaged."""
+
+    kind = "covariances"
+    off_diagonal = shared(
+        "off_diagonal", Fraction, 0.9, "α, the factor of X_tᵀX_t off its diagonal; 0.1 for T5."
+    )
+    ridge = shared(
+        "epsilon", Ridge, 0.0, "A ridge beside α, in mean eigenvalues of X_tᵀX_t; at least 1e-6."
+    )
+    spec = method_spec(
+        "regmean",
+        "RegMean",
+        "https://arxiv.org/abs/2212.09849",
+        (STATISTICS, WEIGHT, LAMBDA, off_diagonal, ridge, LAYOUT, TASK),
+    )
+    summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
+    citations = cited("jin2023regmean")
+    own_rule = "merged by the regression on measured inputs"
+    ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
+    products = 2.0  # the system and the numerator
+
+    def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
+        """Return how a tensor is read: tables are averaged, also where they are the head."""
+        table = is_table(settings.base, settings.name)
+        return "mean" if table else super().layout(settings, ndim)
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "measured covariances of inputs are not of low rank"
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        names = ("lambda", "off_diagonal", "epsilon")
+        scale, off_diagonal, epsilon = (settings.parameters[name] for name in names)
+        base, *experts = tensors
+        inputs = self.lookup(settings).inputs(base.shape)
+        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
+            if not any(map(inputs.covariance, active.positions)):  # nothing was measured
+                return None
+            regression = measured_regression(active, inputs, off_diagonal, epsilon)
+            return merge_by_ridge(base, active, regression, scale, rule=self.spec.name)
+
+        return by_layout(base, experts, settings.layout, select, scale, formula)
+
+
+def merge_by_fisher(
+    base: Tensor, active: ActiveExperts, fisher: Sequence[Tensor], floor: float
+) -> Tensor:
+    """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
+
+    δ is `floor` mean entries of the F_t (departure: the authors add 1e-6 in the unit of F_t).
+    """
+    count = max(1, base.numel() * len(fisher))
+    level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
+    level = level or 1.0  # all F_t are zero: any level makes it the mean
+    merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
+    origin, out = as_rows(base), as_rows(merged)
+    versions = [(as_rows(w), as_rows(f)) for w, f in zip(active.experts, fisher, strict=True)]
+    for block in blocks(len(origin), origin.shape[1], base.device):
+        numerator = torch.zeros_like(origin[block], dtype=torch.float64)
+        total = torch.zeros_like(numerator)
+        for (expert, information), weight in zip(versions, active.weights, strict=True):
+            counted = information[block].to(total, copy=True).add_(level).mul_(weight)
+            numerator.addcmul_(counted, task_vector(expert[block], origin[block], total.dtype))
+            total.add_(counted)
+        out[block] = numerator.div_(total).to(active.dtype)
+    return merged
+
+
+class FisherMerge(MeasuredMethod):
+    """Fisher merging: every entry is a mean of the experts', weighted by Fisher information."""
+
+    kind = "fisher"
+    level = shared("fisher_floor", Positive, 1e-6, "Added to the information, in its mean entries.")
+    spec = method_spec(
+        "fisher",
+        "Fisher merging",
+        "https://arxiv.org/abs/2111.09832",
+        (STATISTICS, WEIGHT, LAMBDA, level, TASK),
+    )
+    summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
+    citations = cited("matena2022fisher")
+    own_rule = "averaged by their Fisher information"
+
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        return "it weighs entries"
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))
+        base, *experts = tensors
+        fisher = self.lookup(settings).fisher(base.shape)
+        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
+
+        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
+            if fisher is None:
+                return None
+            own = [fisher[position] for position in active.positions]
+            record = active.record(self.spec.name)
+            return merge_by_fisher(base, active, own, floor).mul_(scale).add_(base), record
+
+        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
