@@ -42,6 +42,7 @@ from mergekit_ace.algebra.task_vectors import (
     form_stack,
     from_matrices,
     measure_heterogeneity,
+    merge_mean,
     resolve_layout,
     select_active,
     task_vector,
