@@ -15,7 +15,7 @@ HEAD = """\
 # Merge methods
 
 Parameters stand under `parameters:` of a config; each has its default, what is allowed, and its
-meaning here. W0 is a weight of the base with o rows (outputs)
+meaning. W0 is a weight of the base with o rows (outputs)
 and i columns (inputs), Δ_t the task vector of expert t of T, which is the expert's weight minus W0,
 and X the merged task vector. [What is computed](../algebra/README.md#notation) explains the other
 symbols and [every `layout`](../algebra/README.md#layouts). Methods read matrices, also in stacks,
