@@ -20,19 +20,6 @@ def reference(config: tf.PretrainedConfig, architecture: str, folder) -> ModelRe
     return ModelReference.parse(str(folder))
 
 
-def test_packed_experts(tmp_path):
-    oss = tf.GptOssConfig(**SMALL, num_local_experts=2, intermediate_size=16, head_dim=8)
-    model = reference(oss, "GptOssForCausalLM", tmp_path / "oss")
-    layer = "model.layers.0"
-    assert stored_layout("auto", model, f"{layer}.mlp.experts.gate_up_proj", 3) == "transposed"
-    assert stored_layout("auto", model, f"{layer}.mlp.experts.gate_up_proj_bias", 2) == "mean"
-    assert stored_layout("auto", model, f"{layer}.self_attn.q_proj.weight", 2) == "matrix"
-    scout = tf.Llama4TextConfig(**SMALL, num_local_experts=2, intermediate_size=16, head_dim=8)
-    model = reference(scout, "Llama4ForCausalLM", tmp_path / "scout")
-    down = "model.layers.0.feed_forward.experts.down_proj"
-    assert stored_layout("auto", model, down, 3) == "transposed"
-
-
 def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog):
     name = "transformer.h.1.attn.c_attn.weight"
     assert stored_layout("auto", 0, name, 2) == "matrix"  # of tensors in memory
@@ -46,12 +33,9 @@ def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog)
 
 
 def test_tables(tmp_path):
-    """Those of Llama and GPT-2 are merged in test_relative.py."""
-    t5 = tf.T5Config(
-        vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    model = reference(t5, "T5ForConditionalGeneration", tmp_path)
+    """Those of Llama and GPT-2 are merged in test_variants.py."""
+    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = reference(tf.T5Config(**sizes), "T5ForConditionalGeneration", tmp_path)
     attention = "encoder.block.0.layer.0.SelfAttention"
     for table in ("shared.weight", f"{attention}.relative_attention_bias.weight"):
         assert is_table(model, table)

@@ -10,7 +10,6 @@ import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from click.testing import CliRunner
 from coefficient_files import make_file
-from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file
 
 from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
@@ -156,9 +155,3 @@ def test_learners_that_predict_nothing(family, names, path, mergekit_yaml, conte
     result = CliRunner().invoke(main, ["check", str(path.with_name("merged.yml"))])
     assert result.exit_code == 1
     assert "error: statsmerging: the learner" in result.output
-
-
-def test_damaged_inputs_are_named():
-    base, expert = torch.zeros(2, 2), torch.full((2, 2), float("inf"))
-    with pytest.raises(ValueError, match=r"statsmerging: .* of model 1 contains NaN or Inf"):
-        merge_tensors([base, expert], "statsmerging", base_index=0, parameters={"weight": [2.0]})

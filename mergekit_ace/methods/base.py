@@ -180,6 +180,7 @@ class TaskVectorMethod(GroupMergeMethod):
     ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
+    beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
     products: ClassVar[float] = 0.0  # with all task vectors that a merge is worth; 0 for a sweep
 
     @abstractmethod
@@ -195,7 +196,7 @@ class TaskVectorMethod(GroupMergeMethod):
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
-        return ""
+        return self.beyond_span
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from the shape as stored, for all experts together."""

@@ -280,9 +280,7 @@ class ConsensusMerge(TaskVectorMethod):
     summary = "Adds the task vectors in those entries that at least two experts ask for."
     citations = cited("wang2024localizing")
     own_rule = "merged in the entries that enough experts ask for"
-
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        return "it selects entries"
+    beyond_span = "it selects entries"
 
     def check_settings(self, settings: TensorSettings) -> None:
         count, least = len(settings.experts), settings.parameters["consensus"]
@@ -386,9 +384,8 @@ class MeasuredMethod(TaskVectorMethod):
 
     def lookup(self, settings: TensorSettings) -> MeasuredLookup:
         """Return what was measured of a tensor."""
-        return MeasuredLookup(
-            self.spec.name, settings, settings.parameters["statistics"], self.kind
-        )
+        path = settings.parameters["statistics"]
+        return MeasuredLookup(self.spec.name, settings, path, self.kind)
 
 
 class RegMeanMerge(MeasuredMethod):
@@ -412,14 +409,12 @@ class RegMeanMerge(MeasuredMethod):
     own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
     products = 2.0  # the system and the numerator
+    beyond_span = "measured covariances of inputs are not of low rank"
 
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
         """Return how a tensor is read: tables are averaged, also where they are the head."""
         table = is_table(settings.base, settings.name)
         return "mean" if table else super().layout(settings, ndim)
-
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        return "measured covariances of inputs are not of low rank"
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         names = ("lambda", "off_diagonal", "epsilon")
@@ -475,9 +470,7 @@ class FisherMerge(MeasuredMethod):
     summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
     citations = cited("matena2022fisher")
     own_rule = "averaged by their Fisher information"
-
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        return "it weighs entries"
+    beyond_span = "it weighs entries"
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))

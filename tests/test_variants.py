@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ace_relative` and `ace_plus` against their naive float64 transcriptions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import ace_config, check_merge, save_family
+from covering import covered
+from matrices import HETEROGENEOUS, deltas_of, family
+from measured_files import in_memory, random_covariance
+from mergekit.merge_methods import merge_tensors
+from naive_peers import naive_tsv_m
+from reference import RELATIVE, naive_plus, naive_relative, naive_table, task_vector_error
+from tiny_models import tiny_model
+
+from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ridge import MeasuredInputs
+
+WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
+
+
+def relative(base, experts, weights=None, layout="auto", **options):
+    return merge_tensor(base, experts, weights, RelativeOptions(**options), layout)
+
+
+def plus(base, experts, weights=None, layout="matrix", dtype="float64", scale=1.0, **known):
+    options = PlusOptions(scale=scale, compute_dtype=dtype)
+    return merge_tensor(base, experts, weights, options, layout, **known)
+
+
+@covered(
+    shape=[(20, 90), (50, 60), (120, 24), (32, 32)],
+    options=[
+        {},
+        {"epsilon": 1.0},
+        {"epsilon": 1e-4, "epsilon_scale": "relative"},
+        {"centred": True},
+        {"structural_prior": True},
+        {"centred": True, "structural_prior": True},
+    ],
+    weights=WEIGHTS,
+    scales=[None, HETEROGENEOUS],
+)
+def test_relative(rng, shape, options, weights, scales):
+    base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
+    expected = naive_relative(base, experts, weights, lambda_=0.8, **options)
+    for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
+        given = {**options, "scale": 0.8, "compute_dtype": dtype}
+        merged, record = relative(base, experts, weights, **given)
+        assert record.matrices[0].rule == "ace_relative"
+        assert task_vector_error(merged, expected, base) <= bar
+
+
+@covered(
+    shape=[(12, 60), (20, 24), (40, 9), (16, 16)],
+    weights=WEIGHTS,
+    scales=[None, HETEROGENEOUS],
+    coefficients=[None, [1.7, 0.0, -0.6]],
+)
+def test_plus(rng, shape, weights, scales, coefficients):
+    base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
+    known = {"coefficients": coefficients}
+    expected = naive_plus(base, experts, weights, lambda_=0.8, **known)
+    for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
+        merged, record = plus(base, experts, weights, dtype=dtype, scale=0.8, **known)
+        assert record.matrices[0].rule == "ace_plus"
+        assert task_vector_error(merged, expected, base) <= bar
+
+
+@pytest.mark.parametrize("mix", [0.3, 1.0])
+def test_plus_by_measured_covariances(rng, mix):
+    base, experts = family(rng, 20, 24, 3, noise=0.3)
+    known = [random_covariance(rng, 24) for _ in experts]
+    merged, record = plus(base, experts, measured=MeasuredInputs(in_memory(known), mix=mix))
+    expected = naive_plus(base, experts, measured=known, mix=mix)
+    assert task_vector_error(merged, expected, base) <= 1e-6
+    assert record.matrices[0].mix == mix
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [((50, 12), "table"), ((90, 10), "matrix"), ((10, 90), "matrix")]
+)
+def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout):
+    base, experts = family(rng, *shape, 3, noise=0.3)
+    merged, _ = plus(base, experts, layout=layout)
+    regression = (naive_table if layout == "table" else naive_relative)(base, experts)
+    orthogonal = naive_tsv_m(deltas_of(base, experts))
+    total = 0.72 * (regression - base.double()) + 0.28 * orthogonal
+    assert task_vector_error(merged, base.double() + 0.9 * total, base) <= 1e-9
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_the_unit_of_the_weights_does_not_count(rng, unit):
+    base, experts = family(rng, 16, 24, 3)
+    expected = naive_plus(base, experts) - base.double()
+    deltas = [(unit * delta).float() for delta in deltas_of(base, experts)]
+    merged, _ = plus(torch.zeros(16, 24), deltas, dtype="float32")
+    assert task_vector_error(merged.double() / unit, expected, torch.zeros(16, 24)) <= 1e-4
+
+
+def test_experts_that_agree_or_cancel(rng):
+    base, (one, other) = family(rng, 16, 24, 2)
+    merged, _ = plus(base, [one, one.clone()])
+    assert task_vector_error(merged, base + 0.9 * (one.double() - base), base) <= 1e-9
+    merged, _ = plus(torch.zeros(16, 24), [other - base, base - other])
+    assert merged.norm() <= 1e-6 * (other - base).norm()
+
+
+@covered(
+    epsilon=[0.0, 1e-5, 0.03, 1.0],
+    scales=[None, HETEROGENEOUS],
+    exponent=[0, -60, 55],
+    weights=WEIGHTS,
+)
+def test_a_table_of_rows(rng, epsilon, scales, exponent, weights):
+    base, experts = family(rng, 30, 8, 3, scales=scales)
+    experts[0][:10] = base[:10]  # rows that one expert, or all but one, left as they were
+    experts[1][5:15] = base[5:15]
+    base, *experts = (2.0**exponent * tensor for tensor in (base, *experts))
+    expected = naive_table(base, experts, weights, lambda_=0.8, epsilon=epsilon)
+    rounding = 2**-24 * float(expected.norm() / (expected - base.double()).norm())
+    for dtype, bar in (("float64", 1e-9), ("float32", 5e-6 + rounding)):
+        given = {"scale": 0.8, "epsilon": epsilon, "layout": "table", "compute_dtype": dtype}
+        merged, record = relative(base, experts, weights, **given)
+        assert task_vector_error(merged, expected, base) <= bar
+        assert record.layout == "table"
+    alone, _ = relative(base, [base.clone(), experts[0]], layout="table")
+    assert torch.equal(alone, experts[0])
+
+
+@pytest.mark.parametrize("weak", [1e-20, 1e-36])
+def test_a_table_with_an_expert_far_weaker_than_another(rng, weak):
+    base = torch.zeros(30, 8)
+    strong, other = torch.randn(2, 30, 8, generator=rng)
+    strong[:10] = 0
+    expected = naive_table(base, [strong, weak * other])
+    merged, _ = relative(base, [strong, weak * other], layout="table")
+    assert merged.isfinite().all()
+    for rows in (slice(0, 10), slice(10, 30)):
+        assert task_vector_error(merged[rows], expected[rows], base[rows]) <= 1e-5, rows
+
+
+def test_an_epsilon_of_zero_says_what_to_do(rng):
+    tensors = [torch.zeros(3, 9), *torch.randn(2, 3, 9, generator=rng)]
+    given = {"base_index": 0, "parameters": {"epsilon": 0}, "name": "w"}
+    with pytest.raises(ValueError, match=r"ace_relative: tensor w cannot.*Raise `epsilon`"):
+        merge_tensors(tensors, "ace_relative", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "table"),
+    [
+        ("LlamaForCausalLM", "llama", "model.embed_tokens.weight"),
+        ("GPT2LMHeadModel", "gpt2", "transformer.wpe.weight"),  # the other, tied, is a matrix
+    ],
+)
+def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, name, model_type, table):
+    model = tiny_model(name, model_type, layers=1)
+    paths = save_family(model, tmp_path, experts=3, scales=[0.002, 0.02, 0.1])
+    config = ace_config(paths, merge_method="ace_relative", parameters={"epsilon": "3e-2"})
+
+    def options_of(tensor: str) -> dict:
+        return {**RELATIVE, "epsilon": 3e-2, **({"layout": "table"} if tensor == table else {})}
+
+    check_merge(type(model), paths, mergekit_yaml(config), 1e-4, options_of)
