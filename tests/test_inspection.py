@@ -56,12 +56,11 @@ def test_subspaces(rng, shape, scale, rank):
 
 
 def test_some_matrices_of_a_stack_are_looked_at(rng):
-    matrix = MatrixRecord("half", (1.0,), (1.0,), (1,))
-    deltas = torch.randn(6, 5, 4, generator=rng)
-    stacks = [lambda n=n: [deltas[n]] for n in range(6)]
-    found = add_subspaces(TensorRecord((6, 5, 4), "stacked", (matrix,) * 6), stacks).matrices
-    close = [n for n, one in enumerate(found) if getattr(one, "subspaces", None)]
-    assert close == [0, 2, 3, 5]
-    assert found[2].subspaces == compare_subspaces([deltas[2]])
-    entrywise = TensorRecord((6, 5, 4), "mean", (matrix,))
-    assert add_subspaces(entrywise, stacks) == entrywise
+    matrix, shape = MatrixRecord("half", (1.0,), (1.0,), (1,)), (6, 5, 4)
+    tensors = [torch.zeros(shape), torch.randn(shape, generator=rng)]
+    known = tensors, "stacked", torch.float32
+    found = add_subspaces(TensorRecord(shape, "stacked", (matrix,) * 6), *known).matrices
+    assert [n for n, one in enumerate(found) if one.subspaces] == [0, 2, 3, 5]
+    assert found[2].subspaces == compare_subspaces([tensors[1][2]])
+    entrywise = TensorRecord(shape, "mean", (matrix,))
+    assert add_subspaces(entrywise, *known) == entrywise

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, leading_directions
-from mergekit_ace.algebra.task_vectors import PairTable, Subspaces, TensorRecord
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    PairTable,
+    Subspaces,
+    TensorRecord,
+    as_matrices,
+    task_vector,
+)
 
 # Entries compared at once, which stay in a cache.
 CHUNK = 2**18
@@ -88,16 +95,16 @@ def compare_subspaces(deltas: Iterable[Tensor]) -> Subspaces:
 
 
 def add_subspaces(
-    record: TensorRecord, stacks: Sequence[Callable[[], Iterable[Tensor]]]
+    record: TensorRecord, tensors: Sequence[Tensor], layout: FixedLayout, dtype: torch.dtype
 ) -> TensorRecord:
     """Return the record of a merge with the subspaces of `STACK_SAMPLE` of its matrices.
 
-    A method that reads a stack entry by entry has one record of it, which stays as it is. `stacks`
-    has for every matrix of the tensor what returns its task vectors, (o, i).
+    Tensors, the base's first, are read by a layout. A method that reads a stack entry by entry has
+    one record of it, which stays as it is.
     """
-    if len(record.matrices) != len(stacks):
-        return record
+    origins, *others = (as_matrices(tensor, layout) for tensor in tensors)
     matrices = list(record.matrices)
-    for n in evenly_spaced(len(stacks), STACK_SAMPLE):
-        matrices[n] = replace(matrices[n], subspaces=compare_subspaces(stacks[n]()))
+    for n in evenly_spaced(len(origins), STACK_SAMPLE) if len(origins) == len(matrices) else ():
+        deltas = (task_vector(own[n], origins[n], dtype) for own in others)
+        matrices[n] = replace(matrices[n], subspaces=compare_subspaces(deltas))
     return replace(record, matrices=tuple(matrices))

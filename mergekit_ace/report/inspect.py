@@ -29,7 +29,7 @@ from mergekit_ace.algebra.inspection import (
     compare_entries,
     evenly_spaced,
 )
-from mergekit_ace.algebra.task_vectors import TensorRecord, as_matrices, task_vector
+from mergekit_ace.algebra.task_vectors import TensorRecord
 from mergekit_ace.check.models import check_dtypes, check_tensors
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import read_checkpoint
@@ -175,12 +175,7 @@ def _measure(
         return record, comparison
     name = settings.parameters.get("compute_dtype", "float32")
     dtype = torch.promote_types(getattr(torch, name), base.dtype)
-    origins, *others = (as_matrices(tensor, settings.layout) for tensor in tensors)
-    stacks = [
-        partial(map, partial(task_vector, base=origin, dtype=dtype), [own[n] for own in others])
-        for n, origin in enumerate(origins)
-    ]
-    return add_subspaces(record, stacks), comparison
+    return add_subspaces(record, tensors, settings.layout, dtype), comparison
 
 
 def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
