@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that computes, on a GPU: the one that is there, or else an imitated one.
 
-An imitated GPU shows where tensors of two devices meet, and where memory runs out.
+An imitated GPU shows where tensors of two devices meet, and where memory runs out; what only a real
+one can show comes last.
 """
 
 from __future__ import annotations
@@ -16,24 +17,22 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, save_family, tiny_llama
-from click.testing import CliRunner
 from coefficient_files import make_file
+from commands import command
 from covering import covered
 from imitated_gpu import GPU, imitated_gpu
 from matrices import HETEROGENEOUS, family
 from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
-from reference import task_vector_error
+from reference import naive_ace, task_vector_error
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
-from mergekit_ace.cli import main
+from mergekit_ace.algebra.ridge import TOLERANCE
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits
 from mergekit_ace.plugin import our_methods
 
-SHAPES = [(48, 200), (90, 80), (200, 60), (60, 150)]
-FLOAT = torch.float32
 PARAMETERS = {"statsmerging": {"weight": [0.2, 0.3, 0.4]}, "wudi": {"steps": 5}}
 
 
@@ -49,14 +48,14 @@ def parameters_of(method: TaskVectorMethod, tensors: list[Tensor], folder: Path)
     return {"statistics": write_statistics(folder / "statistics", measured, [*map(str, experts)])}
 
 
-def families(shape: tuple[int, ...], stored: torch.dtype = FLOAT) -> list[Tensor]:
-    """A base and three experts of different strength."""
+def families(shape: tuple[int, ...], stored: torch.dtype = torch.float32) -> list[Tensor]:
+    """A base and three experts, of different strength where they are matrices."""
     rng = torch.Generator().manual_seed(2)
     if len(shape) == 2:
         base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS)
     else:
-        base = torch.randn(shape, generator=rng)
-        experts = [base + 0.01 * torch.randn(shape, generator=rng) for _ in range(3)]
+        base, *deltas = torch.randn(4, *shape, generator=rng)
+        experts = [base + 0.01 * delta for delta in deltas]
     return [tensor.to(stored) for tensor in (base, *experts)]
 
 
@@ -66,7 +65,7 @@ def is_near(merged: Tensor, expected: Tensor, base: Tensor) -> bool:
 
 
 @covered(
-    shape=SHAPES,
+    shape=[(48, 200), (90, 80), (200, 60), (60, 150)],
     dtype=["float32", "float64"],
     switch=["never", "always"],
     scale=["spectrum", "absolute"],
@@ -123,20 +122,15 @@ def test_checkpoints(gpu, tmp_path, mergekit_yaml, key):
 
 
 def test_inspections_of_checkpoints(monkeypatch, tmp_path):
-    pytest.importorskip("plotly", reason="the page of an inspection is not what is tested here")
     config, norms = tmp_path / "inspected.yml", []
     paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
     config.write_text(yaml.safe_dump(ace_config(paths)))
     for device in ("cpu", GPU):
-        out = tmp_path / str(device)
-        arguments = ["inspect", str(config), str(out), "--quiet", "--device", str(device)]
         with imitated_gpu(monkeypatch):
-            CliRunner().invoke(main, arguments, catch_exceptions=False)
-        lines = map(json.loads, (out / "report.jsonl").read_text().splitlines())
-        norms.append({line["tensor"]: line["norm"] for line in lines})
-    expected, found = norms
-    assert found.keys() == expected.keys()
-    assert all(own == pytest.approx(expected[name], rel=1e-4) for name, own in found.items())
+            command("inspect", config, tmp_path / str(device), "--quiet", "--device", device)
+        text = (tmp_path / str(device) / "report.jsonl").read_text()
+        norms.append([json.loads(line)["norm"] for line in text.splitlines()])
+    torch.testing.assert_close(*map(torch.tensor, norms))
 
 
 @pytest.mark.parametrize("message", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
@@ -178,3 +172,75 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
             del merged  # nor may it take room
     assert [text.startswith(f"{name}: tensor w does not fit") for text in caplog.messages] == [True]
     assert "on the CPU" in caplog.text
+
+
+REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]
+LARGE = pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
+SWITCHES = pytest.mark.parametrize(
+    "switches",
+    [
+        {"adaptive_normalization": switch, "spectral_refinement": switch}
+        for switch in ("never", "always")
+    ],
+)
+
+
+@pytest.fixture
+def precision_put_back():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@REAL
+@pytest.mark.usefixtures("precision_put_back")
+@SWITCHES
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@LARGE
+def test_float32_is_enough_also_where_the_caller_allows_tf32(shape, stored, switches):
+    base, *experts = (tensor.cuda() for tensor in families(shape, stored))
+    exact, _ = merge_matrix(base, experts, options=AceOptions(**switches))
+    torch.set_float32_matmul_precision("high")
+    left = torch.randn(512, 512, device="cuda")
+    rounded = left @ left
+    merged, _ = merge_matrix(base, experts, options=AceOptions(**switches))
+    assert torch.get_float32_matmul_precision() == "high"
+    assert not torch.allclose(rounded.double(), left.double() @ left.double(), atol=1e-4), "no TF32"
+    assert merged.dtype == torch.float32
+    assert task_vector_error(merged, exact, base) <= TOLERANCE / 4
+    with torch.device("cuda"):
+        expected = naive_ace(base, experts, **switches)
+    refined = switches["spectral_refinement"] == "always"
+    bar = 5e-3 if refined else 2 * TOLERANCE  # directions at the cut are exchanged
+    assert task_vector_error(merged, expected, base) <= bar
+
+
+@REAL
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus", "tsv_m"])
+def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
+    config = ace_config(save_family(tiny_llama(), tmp_path), merge_method=method)
+    expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")
+    merged = load_file(mergekit_yaml(config, *flags, out="gpu") / "model.safetensors")
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
+
+
+@REAL
+@SWITCHES
+@LARGE
+def test_commands_that_a_merge_takes(shape, switches):
+    """Twelve kernels an expert and forty beside, and three waits; a decomposition has its own."""
+    base, *experts = (tensor.cuda() for tensor in families(shape))
+    options = AceOptions(**switches)
+    merge_matrix(base, experts, options=options)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        merge_matrix(base, experts, options=options)
+    names = [event.name for event in profile.events()]
+    waits = sum(name == "aten::_local_scalar_dense" for name in names)
+    waits += sum("Memcpy DtoH" in name for name in names)
+    assert waits <= 6
+    if switches["spectral_refinement"] == "never":
+        launched = [name for name in names if name.startswith("cudaLaunchKernel")]
+        assert len(launched) <= 12 * len(experts) + 40

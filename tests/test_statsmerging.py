@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ace_config, save_family, tiny_llama
-from click.testing import CliRunner
 from coefficient_files import make_file
+from commands import command
 from safetensors.torch import load_file
 
 from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
-from mergekit_ace.cli import main
 from mergekit_ace.naming import ConfigError, relative_depths
 
 
@@ -152,6 +151,5 @@ def test_learners_that_predict_nothing(family, names, path, mergekit_yaml, conte
     make_file(names, family[1:], **contents).save(path)
     with pytest.raises(ConfigError, match=message):
         mergekit_yaml(config(family, {"learner": str(path)}))
-    result = CliRunner().invoke(main, ["check", str(path.with_name("merged.yml"))])
-    assert result.exit_code == 1
-    assert "error: statsmerging: the learner" in result.output
+    said = command("check", path.with_name("merged.yml"), fails=True)
+    assert "error: statsmerging: the learner" in said
