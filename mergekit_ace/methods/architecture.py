@@ -137,8 +137,8 @@ def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
     convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
     memory, prefix = read_names(network, stored).memory, f"{network.base_model_prefix}."
     kinds |= {name: kinds[known] for name, known in memory.items() if known in kinds}
-    templates = {without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()}
-    return Kinds(templates, convolutional)
+    templates = ((without_numbers(name.removeprefix(prefix)), kinds[name]) for name in kinds)
+    return Kinds(dict(templates), convolutional)
 
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
