@@ -15,6 +15,17 @@ import torch
 from torch import Tensor
 
 
+def in_use(
+    base: Tensor, experts: list[Tensor], weight: list[float] | None
+) -> tuple[list[int], list[Tensor], list[float]]:
+    """Numbers of the experts that count, their task vectors, and their weights, of mean 1."""
+    weight = [1.0] * len(experts) if weight is None else weight
+    deltas = [expert.double() - base.double() for expert in experts]
+    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
+    mean = sum(weight[t] for t in kept) / max(1, len(kept))
+    return kept, [deltas[t] for t in kept], [weight[t] / mean for t in kept]
+
+
 def naive_ace(
     base: Tensor,
     experts: list[Tensor],
@@ -37,17 +48,10 @@ def naive_ace(
 ) -> Tensor:
     """The merged matrix, (o, i), in float64; every input (o, i), what was measured (i, i)."""
     *own, refinement = [1.0] * (len(experts) + 1) if coefficients is None else coefficients
-    weight = [1.0] * len(experts) if weight is None else weight
-    base = base.double()
-    deltas = [expert.double() - base for expert in experts]
-    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
-    if not kept:
-        return base
-    if len(kept) == 1:
-        return base + lambda_ * own[kept[0]] * deltas[kept[0]]
-    deltas, own = [deltas[t] for t in kept], [own[t] for t in kept]
-    mean_weight = sum(weight[t] for t in kept) / len(kept)
-    w = [weight[t] / mean_weight for t in kept]
+    kept, deltas, w = in_use(base, experts, weight)
+    base, own = base.double(), [own[t] for t in kept]
+    if len(kept) < 2:
+        return base + lambda_ * sum(a * delta for a, delta in zip(own, deltas, strict=True))
     o, i = base.shape
     identity = torch.eye(i, dtype=torch.float64)
     ones = torch.ones(i, 1, dtype=torch.float64)
@@ -144,21 +148,19 @@ def naive_table(
     mix: float = 0.0,
 ) -> Tensor:
     """`ace_relative` of a table of rows, (n, d): the mean of each row, by who has moved it."""
-    weight = [1.0] * len(experts) if weight is None else weight
     own = [1.0] * len(experts) if coefficients is None else coefficients
+    kept, deltas, w = in_use(base, experts, weight)
     merged = base.double().clone()
-    deltas = [expert.double() - base.double() for expert in experts]
-    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
     for v in range(len(base)):
-        asked = {}
-        for t in kept:
-            share = deltas[t][v].square().sum() / deltas[t].square().sum()
+        asked = []
+        for t, delta, weight_of in zip(kept, deltas, w, strict=True):
+            share = delta[v].square().sum() / delta.square().sum()
             if counts is not None:
                 share = (1 - mix) * share + mix * counts[t][v] / counts[t].sum()
-            asked[t] = weight[t] * (share + epsilon / len(base))
-        total = sum(asked.values())
-        if total > 0:
-            merged[v] += lambda_ * sum(own[t] * asked[t] * deltas[t][v] for t in kept) / total
+            asked.append(weight_of * (share + epsilon / len(base)))
+        if sum(asked) > 0:
+            parts = zip(kept, deltas, asked, strict=True)
+            merged[v] += lambda_ * sum(own[t] * a * delta[v] for t, delta, a in parts) / sum(asked)
     return merged
 
 
@@ -176,13 +178,9 @@ def naive_plus(
 
     The steps are P r and P A P r for the residual r of the start, by matrices of o·i rows.
     """
-    o, i = base.shape
-    base, own = base.double(), [1.0] * len(experts) if coefficients is None else coefficients
-    weight = [1.0] * len(experts) if weight is None else weight
-    deltas = [expert.double() - base for expert in experts]
-    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].abs().max() > 0]
-    deltas, own = [deltas[t] for t in kept], [own[t] for t in kept]
-    w = [weight[t] * len(kept) / sum(weight[t] for t in kept) for t in kept]
+    (o, i), own = base.shape, [1.0] * len(experts) if coefficients is None else coefficients
+    kept, deltas, w = in_use(base, experts, weight)
+    base, own = base.double(), [own[t] for t in kept]
     units = [delta / delta.norm() for delta in deltas]
     inputs = with_measured([d.T @ d for d in units], measured and [measured[t] for t in kept], mix)
     outputs = [d @ d.T for d in units]
@@ -217,14 +215,9 @@ def naive_mean(
     base: Tensor, experts: list[Tensor], weight: list[float] | None = None, lambda_: float = 1.0
 ) -> Tensor:
     """The rule for everything that is not a matrix."""
-    weight = [1.0] * len(experts) if weight is None else weight
-    base = base.double()
-    deltas = [expert.double() - base for expert in experts]
-    kept = [t for t in range(len(experts)) if weight[t] > 0 and deltas[t].any()]
-    if not kept:
-        return base
-    total = sum(weight[t] for t in kept)
-    return base + lambda_ * sum(weight[t] * deltas[t] for t in kept) / total
+    _, deltas, w = in_use(base, experts, weight)
+    parts = sum(a * delta for a, delta in zip(w, deltas, strict=True))
+    return base.double() + lambda_ * parts / max(1, len(deltas))
 
 
 def naive_tensor(
@@ -236,23 +229,13 @@ def naive_tensor(
         return naive_mean(base, experts, weight, scale)
     if layout == "table":
         return naive_table(base, experts, epsilon=parameters["epsilon"])
-    if layout == "transposed" and base.ndim == 2:
-        return naive_ace(base.T, [e.T for e in experts], **parameters).T
+    turned = [t.mT if layout == "transposed" else t for t in (base, *experts)]
     if layout == "flattened":
-        flat = [t.reshape(t.shape[0], -1) for t in (base, *experts)]
-        return naive_ace(flat[0], flat[1:], **parameters).reshape(base.shape)
-    if layout in ("stacked", "transposed"):
-        slices = [
-            naive_tensor(
-                base[n],
-                [e[n] for e in experts],
-                layout if layout == "transposed" or base.ndim > 3 else "matrix",
-                **parameters,
-            )
-            for n in range(base.shape[0])
-        ]
-        return torch.stack(slices)
-    return naive_ace(base, experts, **parameters)
+        turned = [t.flatten(start_dim=1) for t in turned]
+    stacks = [t.reshape(-1, *t.shape[-2:]) for t in turned]
+    parts = [naive_ace(own[0], list(own[1:]), **parameters) for own in zip(*stacks, strict=True)]
+    merged = torch.stack(parts).reshape(turned[0].shape)
+    return (merged.mT if layout == "transposed" else merged).reshape(base.shape)
 
 
 def task_vector_error(merged: Tensor, expected: Tensor, base: Tensor) -> float:
