@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import naive_peers as naive
 import pytest
 import torch
 from checkpoints import ace_config, save_family, state, tiny_llama
 from matrices import deltas_of, family, with_values
-from measured_files import needs_statistics
+from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit import merge_methods
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_mean, task_vector_error
@@ -38,8 +39,9 @@ MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = 
 every_row = pytest.mark.parametrize("row", MATRIX_METHODS)
 
 
-def merge(method: str, base: Tensor, experts: list[Tensor], **parameters) -> Tensor:
-    return merge_tensors([base, *experts], method, base_index=0, parameters=parameters)
+def merge(method: str, base: Tensor, experts: list[Tensor], name="w", **parameters) -> Tensor:
+    given = {"base_index": 0, "name": name, "parameters": parameters}
+    return merge_tensors([base, *experts], method, **given)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_consensus(rng, shape, experts):
         expected = base + 0.5 * naive.naive_consensus(deltas_of(base, members), threshold, least)
         given = {"lambda": 0.5, "mask_threshold": threshold, "consensus": least}
         torch.testing.assert_close(merge("consensus_ta", base, members, **given), expected)
-    with pytest.raises(ValueError, match=f"consensus is 5, but a tensor has {experts} experts"):
+    with pytest.raises(ValueError, match=f"consensus is 5, but tensor w has {experts} experts"):
         merge("consensus_ta", base, members, consensus=5)
     single = merge("consensus_ta", base, members[:1], consensus=5, **{"lambda": 1.0})
     assert torch.equal(single, members[0])
@@ -175,3 +177,120 @@ def test_work():
     assert work("tsv_m", (4, 30, 20)) == Work(40 * product, 8 * 7 * 30 * 20)
     assert work("wudi", (30, 20), steps=70).operations == 140 * product
     assert work("lines", (30,)).operations == 180
+
+
+KINDS: dict[str, Kind] = {"regmean": "covariance", "fisher": "fisher"}
+NAIVE = {"regmean": naive.naive_regmean, "fisher": naive.naive_fisher}
+both = pytest.mark.parametrize("method", KINDS)
+
+
+def measurements(rng, method: str, experts: int, shape=(10, 8)) -> list[Tensor]:
+    """What made-up samples tell of experts of a tensor."""
+    if method == "regmean":
+        return [random_covariance(rng, shape[1]) for _ in range(experts)]
+    random, scale = torch.randn(2, experts, *shape, generator=rng)
+    return list(random.square() * scale.abs())
+
+
+def written(folder: Path, method: str, measured: list[Tensor], others: tuple[str, ...] = ()) -> str:
+    models = [str(1 + number) for number in range(len(measured))]
+    return write_statistics(folder, {KINDS[method]: {"w": measured}}, models, others)
+
+
+def check(method, merged, tensors, measured, weights=None, scale=1.0, **options) -> None:
+    base, *experts = tensors
+    found = NAIVE[method](deltas_of(base, experts), measured, weights or [1.0] * 3, **options)
+    assert task_vector_error(merged, base + scale * found, base) <= 5e-5
+
+
+@pytest.mark.parametrize("shape", [(10, 40), (50, 12), (24, 24)])
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [({}, 1.0), ({"off_diagonal": 1.0, "epsilon": 0.01}, 1.0), ({"off_diagonal": 0.1}, 0.7)],
+)
+def test_regmean(rng, tmp_path, shape, options, scale):
+    base, experts = family(rng, *shape, 3)
+    covariances = measurements(rng, "regmean", 3, shape)
+    path, given = written(tmp_path, "regmean", covariances), {**options, "lambda": scale}
+    merged = merge("regmean", base, experts, statistics=path, **given)
+    check("regmean", merged, [base, *experts], covariances, scale=scale, **options)
+    stored = base.T, [expert.T for expert in experts]
+    turned = merge("regmean", *stored, statistics=path, layout="transposed", **given)
+    torch.testing.assert_close(turned.T, merged)
+
+
+@pytest.mark.parametrize("shape", [(10, 8), (7,), (3, 2, 4), ()])
+@pytest.mark.parametrize(("scale", "floor"), [(1.0, 1e-6), (0.7, 0.5)])
+def test_fisher(rng, tmp_path, shape, scale, floor):
+    base = torch.randn(shape, generator=rng)
+    experts = [base + 0.1 * torch.randn(shape, generator=rng) for _ in range(3)]
+    fisher = measurements(rng, "fisher", 3, shape)
+    path, weights = written(tmp_path, "fisher", fisher), [1.0, 2.0, 0.5]
+    given = {"weight": dict(enumerate(weights, 1)), "lambda": scale, "fisher_floor": floor}
+    merged = merge("fisher", base, experts, statistics=path, **given)
+    check("fisher", merged, [base, *experts], fisher, weights, scale, floor=floor)
+
+
+@both
+def test_weights_and_experts_that_did_not_change_a_tensor(rng, tmp_path, method):
+    base, (one, two) = family(rng, 10, 8, 2)
+    measured, same = measurements(rng, method, 3), base.clone()
+    known = {"statistics": written(tmp_path, method, measured)}
+    assert torch.equal(merge(method, base, [same, same], **known), base)
+    assert torch.equal(merge(method, base, [one, two], weight={1: 1.0, 2: 0.0}, **known), one)
+    weight = {1: 1.0, 2: 1.0, 3: 3.0}
+    merged = merge(method, base, [one, same, two], weight=weight, **known)
+    check(method, merged, [base, one, two], measured[::2], [1.0, 3.0])
+
+
+@both
+def test_where_nothing_was_measured_is_the_mean(rng, tmp_path, method):
+    base, experts = family(rng, 10, 8, 2)
+    path = written(tmp_path, method, measurements(rng, method, 2), ("v",))
+    expected, given = naive_mean(base, experts), {"name": "v", "statistics": path}
+    assert task_vector_error(merge(method, base, experts, **given), expected, base) <= 1e-5
+    layout = {"layout": "stacked"} if method == "regmean" else {}
+    stacked, *stacks = (torch.stack([t, t]) for t in (base, *experts))
+    merged = merge(method, stacked, stacks, **given, **layout)
+    assert task_vector_error(merged[1], expected, base) <= 1e-5
+
+
+@both
+def test_what_no_sample_tells_gets_the_mean(rng, tmp_path, method):
+    """As of a unit that is never active: there is nothing to regress on."""
+    base, experts = family(rng, 10, 8, 2)
+    measured = measurements(rng, method, 2)
+    for part in measured:
+        part[3] = 0
+        if method == "regmean":
+            part[:, 3] = 0
+            part /= part.trace()
+    merged = merge(method, base, experts, statistics=written(tmp_path, method, measured))
+    mean = naive_mean(base, experts).float()
+    silent = (slice(None), 3) if method == "regmean" else 3
+    torch.testing.assert_close(merged[silent], mean[silent])
+
+
+def test_an_expert_whose_samples_never_came_there(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 3)
+    covariances = measurements(rng, "regmean", 3)
+    covariances[1] = torch.zeros(8, 8)
+    path = written(tmp_path, "regmean", covariances)
+    merged = merge("regmean", base, experts, statistics=path)
+    check("regmean", merged, [base, *experts[::2]], covariances[::2], [1.0, 1.0])
+
+
+def test_what_is_wrong_is_said(rng, tmp_path):
+    base, experts = family(rng, 10, 8, 2)
+    covariances, fisher = (
+        written(tmp_path / method, method, measurements(rng, method, 2)) for method in KINDS
+    )
+    for method, path, message in (
+        ("regmean", None, "regmean: there are no statistics; run `mergekit-ace"),
+        ("fisher", "none.json", r"'statistics' is 'none.json' \(.*none.json is missing"),
+        ("fisher", covariances, r"holds no fisher; add `measure: \[fisher\]`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge(method, base, experts, statistics=path)
+    with pytest.raises(ValueError, match="tensor w does not have the shape that it had"):
+        merge("fisher", base[:4], [expert[:4] for expert in experts], statistics=fisher)
