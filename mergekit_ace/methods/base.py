@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 import time
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,12 @@ from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, LowRankMerge, merge_in_span
-from mergekit_ace.algebra.task_vectors import FixedLayout, IllConditionedError, TensorRecord
+from mergekit_ace.algebra.task_vectors import (
+    FixedLayout,
+    IllConditionedError,
+    TensorRecord,
+    merge_entries,
+)
 from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
 from mergekit_ace.methods.report_lines import append_report, report_path
 from mergekit_ace.naming import FileError, is_running_statistic
@@ -183,9 +187,13 @@ class TaskVectorMethod(GroupMergeMethod):
     beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
     products: ClassVar[float] = 0.0  # with all task vectors that a merge is worth; 0 for a sweep
 
-    @abstractmethod
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        """Merge the versions of one tensor, the base's first; the result may be of any dtype."""
+        """Merge the versions of one tensor, the base's first, into one of any dtype.
+
+        Without a formula of its own, a method adds the task vectors times its coefficients.
+        """
+        assert settings.coefficients is not None
+        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
 
     def check_settings(self, settings: TensorSettings) -> None:
         """Raise a `ValueError` where parameters do not fit each other or the tensor."""
@@ -200,12 +208,16 @@ class TaskVectorMethod(GroupMergeMethod):
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         """Return what a merge takes, from the shape as stored, for all experts together."""
-        found = matrices_in(shape, settings.layout)
-        if found is None or experts < 2 or not self.products:
+        layout, entries = settings.layout, math.prod(shape)
+        if layout in ("mean", "table") or len(shape) < 2 or experts < 2 or not self.products:
             return sweep(shape, experts)
-        count, rows, columns = found
+        rows, columns = shape[-2:] if layout != "flattened" else (shape[0], math.prod(shape[1:]))
+        if layout == "transposed":
+            rows, columns = columns, rows
+        if rows < 2 or not entries:  # a vector
+            return sweep(shape, experts)
         size = min(columns, experts * rows)
-        operations = 2.0 * self.products * experts * count * rows * columns * size
+        operations = 2.0 * self.products * experts * entries * size
         return Work(operations, self.entry * (experts + 4) * max(rows * columns, size**2))
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -357,16 +369,6 @@ def sweep(shape: Sequence[int], experts: int) -> Work:
     """Return what it takes to read every entry of every expert once."""
     entries = math.prod(shape)
     return Work(2.0 * experts * entries, 4 * entries)
-
-
-def matrices_in(shape: Sequence[int], layout: str) -> tuple[int, int, int] | None:
-    """Return how many matrices (o, i) a tensor holds, o and i; None for vectors and tables."""
-    if layout in ("mean", "table") or len(shape) < 2 or not math.prod(shape):
-        return None
-    rows, columns = (shape[0], math.prod(shape[1:])) if layout == "flattened" else shape[-2:]
-    if layout == "transposed":
-        rows, columns = columns, rows
-    return (math.prod(shape) // (rows * columns), rows, columns) if rows > 1 else None
 
 
 def check_models(

@@ -37,7 +37,6 @@ from mergekit_ace.algebra.task_vectors import (
     Positive,
     Ridge,
     by_layout,
-    merge_entries,
     rounding_floors,
     select_active,
     task_vector,
@@ -343,10 +342,6 @@ class LinesMerge(TaskVectorMethod):
                 )
             depth = layer / (layers - 1) if layers > 1 else 1.0
         return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
-
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        assert settings.coefficients is not None
-        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
 
 
 def measured_regression(

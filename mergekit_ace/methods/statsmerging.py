@@ -7,17 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
-
-from mergekit_ace.algebra.task_vectors import Factor, merge_entries
-from mergekit_ace.methods.base import (
-    Merged,
-    TaskVectorMethod,
-    TensorSettings,
-    cited,
-    describe,
-    method_spec,
-)
+from mergekit_ace.algebra.task_vectors import Factor
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, cited, describe, method_spec
 from mergekit_ace.methods.coefficients import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
@@ -50,14 +41,13 @@ class StatsMerge(TaskVectorMethod):
     citations = cited("statsmerging")
     own_rule = "merged with learned coefficients"
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        assert settings.coefficients is not None
-        base, *experts = tensors
-        return merge_entries(base, experts, settings.coefficients, self.spec.name)
+    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
+        reads = parameters.get("learner") is not None
+        return "the network of its `learner` reads the weights of full models" if reads else ""
 
-    def _source(self, settings: TensorSettings) -> str:
-        """Return which parameter the coefficients come from; a ValueError unless it is one."""
-        weights = settings.of_experts("weight", None)
+    def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
+        """Return λ_k from the one source that the config names."""
+        learner, weights = settings.parameters["learner"], settings.of_experts("weight", None)
         given = [n for n in ("coefficients", "learner") if settings.parameters[n] is not None]
         given += ["weight"] * any(weight is not None for weight in weights)
         where = f"{self.spec.name}: {describe(settings.name)}"
@@ -67,24 +57,15 @@ class StatsMerge(TaskVectorMethod):
                 "`coefficients: PATH` (the trainer's file), `learner: PATH` (predict from "
                 "statistics), or a `weight` for every expert"
             )
-        if given == ["weight"] and None in weights:
-            raise ValueError(
-                f"{where} has no weight for {settings.models[weights.index(None)]}, but for "
-                "another expert; give one to every expert (0 leaves it out)"
-            )
-        return given[0]
-
-    def leaves_span(self, parameters: Mapping[str, Any]) -> str:
-        reads = parameters.get("learner") is not None
-        return "the network of its `learner` reads the weights of full models" if reads else ""
-
-    def coefficients(self, settings: TensorSettings) -> Sequence[float] | None:
-        """Return λ_k from the one source that the config names."""
-        source, learner = self._source(settings), settings.parameters["learner"]
-        if source == "weight":
-            return settings.of_experts("weight", None)
-        if source == "coefficients":
+        if given == ["coefficients"]:
             return file_coefficients(self.spec.name, settings)
+        if given == ["weight"]:
+            if None in weights:
+                raise ValueError(
+                    f"{where} has no weight for {settings.models[weights.index(None)]}, but for "
+                    "another expert; give one to every expert (0 leaves it out)"
+                )
+            return weights
         if settings.group is None:
             load_learner(learner)  # says, before a tensor is read, if it cannot predict
             return None
