@@ -23,7 +23,7 @@ GOOD = {
 }
 
 
-def changed(changes: dict[str, Any]) -> dict:
+def parsed(changes: dict[str, Any]) -> TrainConfig:
     config = copy.deepcopy(GOOD)
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -31,17 +31,20 @@ def changed(changes: dict[str, Any]) -> dict:
         for name in parents:
             target = target[int(name)] if isinstance(target, list) else target.setdefault(name, {})
         target[last] = value
-    return config
+    return TrainConfig.model_validate(config)
 
 
 def test_the_defaults_are_the_paper_s():
-    config = TrainConfig.model_validate(changed({"training.penalty": "1e-4"}))  # text, to YAML
+    config = parsed({"training.penalty": "1e-4"})  # text, to YAML
     training = config.training
     assert (training.epochs, training.learning_rate, training.penalty) == (500, 1e-3, 1e-4)
     assert (training.scheduler.step, training.scheduler.gamma) == (100, 0.1)
     assert config.granularity == "tensor"
     assert (config.learner.layers, config.learner.rank) == (2, 3)
     assert [expert.task for expert in config.models] == ["org/math", "org/code"]
+    chat = config.sources[1][1].model_copy(update={"text": None, "messages": "m"})
+    labels = [config.labels_of(data) for data in (config.sources[0][1], config.sources[1][1], chat)]
+    assert labels == ["hard", "soft", "soft"], "free text has no one right answer"
 
 
 DATA = {"path": "d", "text": "t"}
@@ -73,18 +76,7 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_what_is_wrong_is_said(changes, message):
     with pytest.raises(ValidationError, match=message):
-        TrainConfig.model_validate(changed(changes))
-
-
-@pytest.mark.parametrize(
-    ("columns", "labels"),
-    [({"text": "t"}, "soft"), ({"messages": "m"}, "soft"), ({"prompt": "p"}, "hard")],
-)
-def test_the_default_labels(columns, labels):
-    """Free text has no one right answer; a completion has."""
-    models = [{"model": "m", "data": {"path": "d", **columns}}]
-    config = TrainConfig.model_validate(changed({"models": models}))
-    assert config.labels_of(config.models[0].data) == labels
+        parsed(changes)
 
 
 @pytest.mark.parametrize(
@@ -99,30 +91,31 @@ def test_the_default_labels(columns, labels):
     ],
 )
 def test_where_coefficients_start_and_what_holds_them_there(changes, start, penalty):
-    config = TrainConfig.model_validate(changed(changes))
+    config = parsed(changes)
     assert (config.learner.initial, config.penalty) == (start, penalty)
 
 
-def invoke(tmp_path, command: str, text: str | bytes) -> str:
+MISTAKES = "task: causal-lm\nepochz: 4\ntraining: {epochs: 0, batchsize: 2}\n"
+SAID = [
+    "epochz: there is no such setting (found: 4)",
+    "training.batchsize: there is no such setting",
+    "training.epochs: Input should be greater than or equal to 1 (found: 0)",
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "said"),
+    [
+        ("train", f"{MISTAKES}models: 3\n".encode(), SAID),
+        ("distill", f"{MISTAKES}teacher: org/teacher\n".encode(), SAID),
+        *[("train", text, []) for text in (b"a: [", b"", b"\x88\xff", b"task: a\ntask: b")],
+    ],
+)
+def test_the_command_says_every_mistake_and_where(tmp_path, command, text, said):
     path = tmp_path / "config.yml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text)
     result = CliRunner().invoke(main, [command, str(path), str(tmp_path / "out")])
     assert result.exit_code == 1
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
-    return result.output
-
-
-@pytest.mark.parametrize("command", ["train", "distill"])
-def test_the_command_says_every_mistake_and_where(tmp_path, command):
-    text = "task: causal-lm\nepochz: 4\ntraining: {epochs: 0, batchsize: 2}\n"
-    text += "models: 3\n" if command == "train" else "teacher: org/teacher\n"
-    output = invoke(tmp_path, command, text)
-    assert "epochz: there is no such setting (found: 4)" in output
-    assert "training.batchsize: there is no such setting" in output
-    assert "training.epochs: Input should be greater than or equal to 1 (found: 0)" in output
-
-
-@pytest.mark.parametrize("text", [b"a: [", b"", b"\x88\xff", b"task: a\ntask: b"])
-def test_files_that_hold_no_config(tmp_path, text):
-    assert "config.yml" in invoke(tmp_path, "train", text)
+    assert all(part in result.output for part in ("config.yml", *said))

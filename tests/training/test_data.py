@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of data sets, samples on disk, the order of samples."""
+"""Rows of data sets, their splits, and the order of samples."""
 
 from __future__ import annotations
 
@@ -24,24 +24,21 @@ def texts(rows: dict) -> list[set[str]]:
     return [set(rows[split]["text"]) for split in ("train", "validation", "test")]
 
 
-def test_eight_to_one_to_one(tmp_path):
-    path = write_rows(tmp_path / "d[1] x.jsonl", ROWS)  # a path is no pattern
-    parts = texts(load(path))
-    assert [len(part) for part in parts] == [40, 5, 5]
-    assert set.union(*parts) == {row["text"] for row in ROWS}
-    assert [len(part) for part in texts(load(path, samples=20))] == [16, 2, 2]
+def sizes(rows: dict) -> list[int]:
+    return [len(rows[split]) for split in ("train", "validation", "test")]
 
 
 def test_what_is_held_out_asks_nothing_that_the_rest_asks(tmp_path):
+    path = write_rows(tmp_path / "d[1] x.jsonl", ROWS)  # a path is no pattern
+    assert sizes(load(path)) == [40, 5, 5]
+    assert sizes(load(path, samples=20)) == [16, 2, 2]
     rows = [{"text": f"line {n % 20}", "other": n} for n in range(200)]
     parts = load(write_rows(tmp_path / "d.jsonl", rows))
-    train, validation, test = texts(parts)
-    assert not train & validation
-    assert not (train | validation) & test
-    assert [len(part) for part in parts.values()] == [160, 20, 20]
+    assert sizes(parts) == [160, 20, 20]
+    assert sum(map(len, texts(parts))) == len(set.union(*texts(parts))) == 20
     pairs = [{"text": "one question", "pair": f"text {n}"} for n in range(20)]  # all differ
-    parts = load(write_rows(tmp_path / "p.jsonl", pairs), text_pair="pair")
-    assert [len(part) for part in parts.values()] == [16, 2, 2]
+    pairs = load(write_rows(tmp_path / "p.jsonl", pairs), text_pair="pair")
+    assert sizes(pairs) == [16, 2, 2]
     # one content is most of the data: it is not what is held out
     path = write_rows(tmp_path / "m.jsonl", ROWS[:4] + [{"text": "again"}] * 40)
     assert "again" in texts(load(path))[0]
@@ -57,16 +54,15 @@ def test_the_seed_decides_and_nothing_is_written_beside_the_data(tmp_path):
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "txt", "folder"])
 def test_files_of_every_kind(tmp_path, kind):
-    path = tmp_path / f"d.{kind}"
-    data = Dataset.from_list(ROWS)
-    if kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "txt":
-        path.write_text("\n".join(row["text"] for row in ROWS))
-    else:
-        save = {"csv": data.to_csv, "parquet": data.to_parquet, "folder": data.save_to_disk}
-        save[kind](path)
-    assert sum(len(part) for part in texts(load(path))) == 50
+    path, data = tmp_path / f"d.{kind}", Dataset.from_list(ROWS)
+    {
+        "json": lambda to: to.write_text(json.dumps(ROWS)),
+        "txt": lambda to: to.write_text("\n".join(row["text"] for row in ROWS)),
+        "csv": data.to_csv,
+        "parquet": data.to_parquet,
+        "folder": data.save_to_disk,
+    }[kind](path)
+    assert sum(sizes(load(path))) == 50
 
 
 def test_named_splits_are_limited_by_held_out(tmp_path):
@@ -74,16 +70,16 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
     saved = {name: Dataset.from_list(rows) for name, rows in parts.items()}
     DatasetDict(saved).save_to_disk(tmp_path / "d")
     settings = {"validation_split": "dev", "test_split": "test", "samples": 20, "held_out": 30}
-    train, validation, test = texts(load(tmp_path / "d", **settings))
-    assert (len(train), len(test)) == (20, 30)
-    assert train <= {row["text"] for row in parts["train"]}
-    assert validation == {row["text"] for row in parts["dev"]}
+    rows = load(tmp_path / "d", **settings)
+    assert sizes(rows) == [20, 2, 30]
+    assert texts(rows)[0] <= {row["text"] for row in parts["train"]}
+    assert texts(rows)[1] == {row["text"] for row in parts["dev"]}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
     [
-        ("d.jsonl", [], {}, r"d\.jsonl .* cannot be read: "),
+        ("d.jsonl", "", {}, r"d\.jsonl .* cannot be read: "),
         ("d.jsonl", [{"text": "the same"}] * 20, {}, "too few different rows"),
         ("d.jsonl", [{"body": "x"}] * 5, {}, "no column text; it has body"),
         ("d.jsonl", ROWS, {"test_split": "test"}, r"split test\) is one split; leave out"),

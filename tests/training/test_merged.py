@@ -40,12 +40,6 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def make_merged(base: nn.Module, experts: list[nn.Module]) -> MergedModel:
-    names = [name for name, _ in base.named_parameters()]
-    versions = [weights(expert) for expert in experts]
-    return MergedModel(copy.deepcopy(base), weights(base), versions, names)
-
-
 @pytest.mark.parametrize("block", [100, 2**18])  # entries that are read at once
 def test_products_are_the_gradient(monkeypatch, block):
     """∂L/∂λ by autograd in float64 through every θ_0 + Σ λ Δ."""
@@ -62,7 +56,8 @@ def test_products_are_the_gradient(monkeypatch, block):
         parameters[name] = origin.double() + sum(moved)
     inputs = {"input_ids": IDS, "labels": IDS}
     functional_call(copy.deepcopy(base).double(), parameters, (), inputs).loss.backward()
-    merged = make_merged(base, experts)
+    versions = [weights(expert) for expert in experts]
+    merged = MergedModel(copy.deepcopy(base), weights(base), versions, list(weights(base)))
     merged.write(torch.zeros(shape))
     assert all(torch.equal(t, weights(base)[n]) for n, t in weights(merged.module).items())
     merged.write(coefficients)

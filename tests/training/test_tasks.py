@@ -25,16 +25,15 @@ SAID = (("user", "w1"), ("assistant", "w2 w3"), ("user", "w4"), ("assistant", "w
 TALK = [{"role": role, "content": content} for role, content in SAID]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
 ROW = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5", "m": TALK, "c": [TALK[0], CALL],
-       "one": "w1", "i": [{"role": "ipython", "content": "w9"}, *TALK]}  # fmt: skip
+       "one": "w1", "i": [{"role": "ipython", "content": "w9"}, *TALK], "u": TALK[:-1],
+       "nothing": None}  # fmt: skip
 ANSWERED = {"prompt": "q", "completion": "a"}
+UNANSWERED = ""  # the expert writes the answer
 
 
-@pytest.fixture
-def words():
-    return tokenizer()
-
-
-def encode(row, words, task="causal-lm", **columns):
+def encode(row, task="causal-lm", template=None, **columns):
+    words = tokenizer()
+    words.chat_template = template
     return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
 
 
@@ -47,32 +46,24 @@ def encode(row, words, task="causal-lm", **columns):
         (None, ANSWERED, "w4 w5 </s>"),
         (None, {**ANSWERED, "max_length": 4}, "w4"),
         (None, {**ANSWERED, "max_length": 3}, None),
+        (None, {"prompt": "q"}, UNANSWERED),
         (CHAT, {"messages": "m"}, "w5 </s>"),
         (CHAT, {"messages": "i"}, "w5 </s>"),
         (CHAT, {"messages": "c"}, "</s>"),
+        (CHAT, {"messages": "u"}, UNANSWERED),
         (THINKING, {"messages": "m"}, "<s> w5 </s>"),
     ],
 )
-def test_what_is_supervised(words, template, columns, expected):
+def test_what_is_supervised(template, columns, expected):
     """All of a text but its first token, an answer with its end, and a chat's last answer."""
-    words.chat_template = template
-    example = encode(ROW, words, **columns)
+    example = encode(ROW, template=template, **columns)
     if expected is None:
         assert example is None
         return
     chosen = example["input_ids"][example["supervised"]]
-    assert " ".join(words.convert_ids_to_tokens(chosen.tolist())) == expected
-    assert torch.equal(example["true"], chosen)
-
-
-@pytest.mark.parametrize(
-    ("template", "columns"), [(None, {"prompt": "q"}), (CHAT, {"messages": "m"})]
-)
-def test_a_question_is_for_the_expert_to_answer(words, template, columns):
-    words.chat_template = template
-    example = encode({"q": "w1 w2", "m": TALK[:-1]}, words, **columns)
-    assert not example["supervised"].any()
-    assert "true" not in example
+    assert " ".join(tokenizer().convert_ids_to_tokens(chosen.tolist())) == expected
+    assert ("true" in example) == (expected != UNANSWERED)
+    assert torch.equal(example.get("true", chosen), chosen)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +74,13 @@ def test_a_question_is_for_the_expert_to_answer(words, template, columns):
         (NUMBERED, {"messages": "m"}, "question otherwise once it is answered; give `prompt`"),
     ],
 )
-def test_rows_that_cannot_be_read(words, template, columns, message):
-    words.chat_template = template
+def test_rows_that_cannot_be_read(template, columns, message):
     with pytest.raises(ConfigError, match=message):
-        encode({"nothing": None, **ROW}, words, **columns)
+        encode(ROW, template=template, **columns)
 
 
-def test_an_expert_writes_what_it_would_write_alone(words):
-    model, kind = tiny_llama(), model_kind("causal-lm")
+def test_an_expert_writes_what_it_would_write_alone():
+    model, kind, words = tiny_llama(), model_kind("causal-lm"), tokenizer()
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
@@ -104,28 +94,23 @@ def test_an_expert_writes_what_it_would_write_alone(words):
         assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
 
 
-def test_logits_of_a_padded_batch_are_those_of_each_alone(words):
-    model, kind = tiny_llama(), model_kind("causal-lm")
-    samples = [encode({"t": t}, words, text="t") for t in ("w1 w2 w3 w4 w5", "w6 w7", "w8 w9 w10")]
-    with torch.no_grad():
-        together = kind.logits(model, kind.collate(samples))
-    naive = torch.cat([logits_by_hand(model, sample) for sample in samples])
-    assert len(together) == 4 + 1 + 2
-    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
-
-
-def test_a_padded_batch_is_classified_like_each_alone(words):
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=40, num_labels=3, pad_token_id=5, **SMALL)
-    model = LlamaForSequenceClassification(config).eval()
-    kind = model_kind("sequence-classification")
+@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+@torch.no_grad()
+def test_a_padded_batch_is_answered_like_each_alone(task):
+    model, kind = tiny_llama(), model_kind(task)
+    if kind.has_heads:
+        config = LlamaConfig(vocab_size=40, num_labels=3, pad_token_id=5, **SMALL)
+        model = LlamaForSequenceClassification(config).eval()
     texts = ("w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11")
-    samples = [encode({"t": t}, words, "sequence-classification", text="t") for t in texts]
-    with torch.no_grad():
-        together = kind.logits(model, kind.collate(samples))
+    samples = [encode({"t": text}, task, text="t") for text in texts]
+    together = kind.logits(model, kind.collate(samples))
+    if kind.has_heads:
         states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
-        naive = torch.cat([model.score(state[:, -1]) for state in states])
-    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
+        naive = [model.score(state[:, -1]) for state in states]
+    else:
+        naive = [logits_by_hand(model, sample) for sample in samples]
+    assert len(together) == (3 if kind.has_heads else 5 + 1 + 2)
+    torch.testing.assert_close(together, torch.cat(naive), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("known", [7, 3])

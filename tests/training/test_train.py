@@ -61,12 +61,6 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     predicted = again.learner(again.statistics, again.depths)
     torch.testing.assert_close(predicted, again.coefficients, msg="the learner's are the file's")
     merged = mergekit_yaml(merge_of(out))
-    base, *experts = map(tensors, (llama["base_model"], *(m["model"] for m in llama["models"])))
-    for name, tensor in tensors(merged).items():
-        expected = base[name].double()
-        for own, expert in zip(file.coefficients[:, file.columns[name]], experts, strict=True):
-            expected = expected + float(own) * (expert[name].double() - base[name].double())
-        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-6)
     uniform = "uniform (mean of the experts)"
     names = ["each expert on its own", "base model", uniform, "StatsMerging"]
     assert list(file.contents.scores) == names

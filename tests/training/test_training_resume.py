@@ -135,14 +135,6 @@ def test_changed_inputs_are_another_run(tmp_path):
             train(config, tmp_path / "out")
 
 
-def test_a_mistake_that_is_mended_needs_no_other_folder(llama, tmp_path):
-    """Nothing was computed before the run found it, so nothing is lost."""
-    with pytest.raises(ConfigError, match="part of no name"):
-        train({**llama, "exclude": ["no such"]}, tmp_path / "out")
-    train(llama, tmp_path / "out")
-    assert (tmp_path / "out" / "coefficients.safetensors").exists()
-
-
 def test_two_runs_into_one_folder(images, tmp_path):
     out, (family, distillation) = tmp_path / "out", images
     with TrainingRun.start(out):
