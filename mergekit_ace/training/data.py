@@ -117,10 +117,8 @@ class SampleReader:
         encoded = [(row, kind.encode(dict(row), data, self.processor)) for row in rows]
         samples = [sample for _, sample in encoded if sample is not None]
         if not samples:
-            raise ConfigError(
-                f"data {data.path}: no {split} sample has anything to predict within max_length: "
-                f"{limit}"
-            )
+            what = f"no {split} sample has anything to predict within max_length: {limit}"
+            raise ConfigError(f"data {data.path}: {what}")
         full = [row for row, sample in encoded if _length(sample) == limit]
         cut = sum(_length(kind.encode(dict(row), longer, self.processor)) > limit for row in full)
         lost = len(rows) - len(samples)
@@ -148,8 +146,7 @@ class SampleReader:
         if not is_finite(logits.detach()):
             raise ConfigError(
                 f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "
-                f"{self.data.path}; its checkpoint is damaged, or overflows in its dtype: leave it "
-                "out"
+                f"{self.data.path}; leave it out"
             )
         return logits
 

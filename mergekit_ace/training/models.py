@@ -80,13 +80,9 @@ class Models:
         for part in exclude:
             if not any(part in name for name in known):
                 raise ConfigError(
-                    f"exclude: {part!r} is part of no name of a parameter that is merged; there "
-                    f"are, for example, {', '.join(known[:3])}"
+                    f"exclude: {part!r} is part of no name of a parameter, such as {known[0]}"
                 )
-        return [name for name in known if not self._excludes(name)]
-
-    def _excludes(self, name: str) -> bool:
-        return any(part in name for part in self.config.exclude)
+        return [name for name in known if not any(part in name for part in exclude)]
 
     def check_experts(self, base: PreTrainedModel) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
@@ -107,14 +103,12 @@ class Models:
     def _shapes(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return what experts have in common with the base: shapes, and tied embeddings."""
         heads, tied = head_prefixes(model, self.kind), "tie_word_embeddings"
-        shapes: dict[str, Any] = {
-            name: tuple(parameter.shape)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if not name.startswith(heads)
-        }
+        parameters = model.named_parameters(remove_duplicate=False)
+        shapes: dict[str, Any] = {name: tuple(one.shape) for name, one in parameters}
         if not heads:
             shapes[tied] = getattr(model.config.get_text_config(), tied, False)
-        return {name: shapes[name] for name in shapes if not self._excludes(name)}
+        names = (name for name in shapes if not name.startswith(heads))
+        return {n: shapes[n] for n in names if not any(part in n for part in self.config.exclude)}
 
 
 def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> Models:
@@ -124,14 +118,14 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     with run.accelerator.main_process_first():  # it downloads, and merges adapters
         adapters, trust = run.path / "adapters", config.trust_remote_code
         folders = [local_folder(reference, adapters, trust) for reference in references]
-    places = [os.path.realpath(folder) for folder in folders]
-    for number, (reference, place) in enumerate(zip(references, places, strict=True)):
-        if read_json(Path(place) / "config.json").get("quantization_config"):
+    known: dict[str, str] = {}
+    for reference, folder in zip(references, folders, strict=True):
+        if read_json(Path(folder) / "config.json").get("quantization_config"):
             raise ConfigError(f"model {reference} is quantised, not to be merged; {DEQUANTISE}")
-        if place in places[:number]:
+        same = known.setdefault(os.path.realpath(folder), reference)
+        if same is not reference:
             raise ConfigError(
-                f"{reference} and {references[places.index(place)]} are the same model; list the "
-                "base and every expert once, with all of its data"
+                f"{reference} and {same} are the same model; list the base and every expert once"
             )
     processor = load_processor(folders, kind, config)
     run.claim(config, [*folders, *(data.path for _, data in config.sources)], overwrite=overwrite)
@@ -230,8 +224,8 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
     for folder, other in zip(found[1:], others, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
-                f"the tokenizer of {folder} is not that of {found[0]}; experts of one merge need "
-                "one tokenizer (align them first, e.g. by mergekit's `tokenizer:` section)"
+                f"the tokenizer of {folder} is not that of {found[0]}; align them first, e.g. by "
+                "mergekit's `tokenizer:` section"
             )
         if not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = getattr(other, "chat_template", None)
@@ -244,10 +238,7 @@ def check_classes(config: PreTrainedConfig, reference: str) -> None:
     if several and kind in (None, "single_label_classification"):
         return
     what = f"problem_type: {kind}" if several else "one output (a regression)"
-    raise ConfigError(
-        f"{reference} has {what}; the trainer knows only classifiers that give every sample one "
-        "class of several: leave it out, or merge it without data"
-    )
+    raise ConfigError(f"{reference} has {what}, and does not choose one class: leave it out")
 
 
 def map_file(path: str | os.PathLike) -> dict[str, Tensor]:
@@ -275,8 +266,8 @@ def map_weights(
         tensor = stored.get(_same_name(name, model, stored) or "")
         if tensor is not None and not tensor.is_floating_point():
             raise ConfigError(
-                f"tensor {name} of model {folder} is stored as {tensor.dtype}, which cannot be "
-                "merged; get the model in bfloat16, float16 or float32"
+                f"tensor {name} of model {folder} is stored as {tensor.dtype}; get the model in "
+                "bfloat16, float16 or float32"
             )
         if tensor is None or not torch.equal(tensor, parameter.cpu().to(tensor.dtype)):
             break

@@ -44,10 +44,8 @@ def longest_input(model: PreTrainedModel) -> int | None:
 
 def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
     """Return the data with a `max_length` of at most the model's positions."""
-    longest = longest_input(model)
-    if data.image is not None or longest is None or data.max_length <= longest:
-        return data
-    return data.model_copy(update={"max_length": longest})
+    longest = longest_input(model) or data.max_length
+    return data.model_copy(update={"max_length": min(data.max_length, longest)})
 
 
 def batches_by_length(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
@@ -173,12 +171,13 @@ def _prompt_and_answer(
 
 def _chat(messages: Any, whose: str, tokenizer: Any) -> tuple[list[int], list[int] | None]:
     """Return the tokens of a chat before and of its last answer, as the template writes it."""
-    known = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
-    # A template writes an unknown role like a known one, and it would not be learned.
-    if not (known and messages) or not all(
-        one.get("role") in _ROLES and (one.get("content") is not None or one.get("tool_calls"))
-        for one in messages
-    ):
+
+    def is_message(one: Any) -> bool:
+        # A template writes an unknown role like a known one, and it would not be learned.
+        known = isinstance(one, dict) and one.get("role") in _ROLES
+        return known and (one.get("content") is not None or bool(one.get("tool_calls")))
+
+    if not (messages and isinstance(messages, list) and all(map(is_message, messages))):
         raise ConfigError(
             f"{whose} holds {messages!r:.300} instead of messages with `role` (one of "
             f"{', '.join(_ROLES)}) and `content`"
@@ -253,8 +252,7 @@ class ImageClassification(ModelKind):
         else:
             raise ConfigError(
                 f"data {data.path}: column {data.image} holds {image!r:.60}, which no model reads; "
-                "give a folder of images, or a data set that has them in it, and a base model with "
-                "an image processor (preprocessor_config.json); or pixel values"
+                "give images, and a model with preprocessor_config.json, or pixel values"
             )
         return {"pixel_values": pixels[None]} | _truth(row, data)
 
@@ -287,10 +285,7 @@ def head_prefixes(model: PreTrainedModel, kind: ModelKind) -> tuple[str, ...]:
     if not kind.has_heads:
         return ()
     if not hasattr(model, model.base_model_prefix):
-        raise ConfigError(
-            f"{type(model).__name__} does not tell its backbone from its head; this architecture "
-            "cannot be merged for classification"
-        )
+        raise ConfigError(f"{type(model).__name__} does not tell its backbone from its head")
     return tuple(f"{n}." for n, _ in model.named_children() if n != model.base_model_prefix)
 
 
@@ -343,8 +338,7 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{folder} cannot make heads of prompts: give a whole CLIPModel with its tokenizer as "
-            f"base_model ({error})"
+            f"base_model {folder}: give a whole CLIPModel with its tokenizer ({error})"
         ) from error
     rows = []
     for prompt in prompts:
