@@ -117,13 +117,6 @@ def mixtral_family(folder: Path) -> dict:
     return _decoders(folder, MixtralForCausalLM(MixtralConfig(**MIXTRAL)), 70)
 
 
-def rehearsed_family(folder: Path) -> dict:
-    """The family of `llama_family`, and 20 texts that the merge should answer as the base does."""
-    config, rng = llama_family(folder), random.Random(9)
-    path = write_rows(folder / "general.jsonl", [{"text": sentence(rng)} for _ in range(20)])
-    return config | {"rehearsal": {"path": path, "text": "text"}}
-
-
 def _classifiers(
     kind: type, config: Callable, base: PreTrainedModel, classes: tuple, seed: int
 ) -> list[PreTrainedModel]:

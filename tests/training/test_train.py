@@ -20,7 +20,6 @@ from families import (
     logits_by_hand,
     merge_of,
     parsed,
-    rehearsed_family,
     resnet_family,
     tensors,
     train,
@@ -81,11 +80,11 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     assert score["accuracy"] == pytest.approx(shares)
 
 
-def test_the_base_answers_the_rehearsal(tmp_path):
+def test_the_base_answers_the_rehearsal(llama, tmp_path):
     """Losses are means over experts and base, in which the base counts w times all experts; so for
     two w, and without the base, they lie on one line in w / (1 + w)."""
-    rehearsed = changed(rehearsed_family(tmp_path), max_steps=1, batch_size=16)
-    alone = {name: value for name, value in rehearsed.items() if name != "rehearsal"}
+    alone = changed(llama, max_steps=1, batch_size=16)
+    rehearsed = {**alone, "rehearsal": llama["models"][0]["data"]}
     configs = (alone, rehearsed, changed(rehearsed, rehearsal_weight=3.0))
     files = [train(config, tmp_path / str(n)) for n, config in enumerate(configs)]
     logs = [log_of(tmp_path / str(n)) for n in range(3)]
@@ -101,7 +100,7 @@ def test_the_base_answers_the_rehearsal(tmp_path):
     own, unchanged, *_ = (score["accuracy"] for score in files[1].contents.scores.values())
     assert unchanged[-1] == pytest.approx(own[-1])
     assert 0 <= logs[1][-1]["validation_rehearsal"] <= 1
-    base = load(rehearsed["base_model"]).eval()
+    base = load(llama["base_model"]).eval()
     for sample in answered(tmp_path / "1", 2)["test"]:
         assert torch.equal(sample["hard"], logits_by_hand(base, sample).argmax(-1))
 
