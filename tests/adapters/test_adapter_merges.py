@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import yaml
 from checkpoints import tiny_llama
 from coefficient_files import make_file
 from commands import command
+from imitated_gpu import GPU, imitated_gpu
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
@@ -31,7 +34,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mergekit_ace.adapters import command as adapter_command
+from mergekit_ace.adapters import merge as adapter_merge
+from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.naming import FileError
 from mergekit_ace.report.record import read_records
@@ -284,3 +291,49 @@ def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
     expected = PeftModel.from_pretrained(load(paths[0]), paths[1])(tokens).logits
     for logits in answers:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory) -> list[str]:
+    options = {"target_modules": ["q_proj", "up_proj", "embed_tokens"]}
+    folder = tmp_path_factory.mktemp("tables")
+    return save_adapters(folder, tiny_llama, {**options, "r": 3}, {**options, "r": 2})
+
+
+def written(kind: str, config: dict, out: Path, *flags: object) -> dict[str, Tensor]:
+    """The tensors of a full merge; of an adapter, the products, whose factors' signs are open."""
+    run(kind, config, out, *flags)
+    if kind == "merge":
+        return load_file(out / "model.safetensors")
+    changes = read_adapter(str(out), tiny_llama().to("meta")).changes
+    return {name: change.factors().dense().float() for name, change in changes.items()}
+
+
+@pytest.mark.parametrize(("method", "weight"), [("ace", {}), ("linear", {"weight": 0.5})])
+@pytest.mark.parametrize("kind", ["adapter", "merge"])
+def test_devices(gpu, tmp_path, tables, kind, method, weight):
+    config = config_of(tables, method, **weight)
+    expected = written(kind, config, tmp_path / "cpu")
+    found = written(kind, config, tmp_path / "gpu", "--device", gpu)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "merge"])
+def test_full_devices(monkeypatch, tmp_path, caplog, tables, kind):
+    """There is room for what is on the GPU already, and nothing more."""
+    config, merge_changes = config_of(tables, "ace"), adapter_merge.merge_changes
+    expected = written(kind, config, tmp_path / "cpu")
+    with imitated_gpu(monkeypatch) as device:
+
+        def beside_others(*arguments: Any, **named: Any) -> tuple[LowRank | None, float]:
+            device.memory = device.used
+            try:
+                return merge_changes(*arguments, **named)
+            finally:
+                device.memory = math.inf
+
+        for module in (adapter_merge, adapter_command):
+            monkeypatch.setattr(module, "merge_changes", beside_others)
+        found = written(kind, config, tmp_path / "gpu", "--device", GPU)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text
