@@ -283,11 +283,11 @@ def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def tables(tmp_path_factory) -> list[str]:
+@pytest.fixture
+def tables(tmp_path) -> list[str]:
+    """A base of each test's own: on an imitated GPU, it is another one in memory, and kept."""
     options = {"target_modules": ["q_proj", "up_proj", "embed_tokens"]}
-    folder = tmp_path_factory.mktemp("tables")
-    return save_adapters(folder, tiny_llama, {**options, "r": 3}, {**options, "r": 2})
+    return save_adapters(tmp_path, tiny_llama, {**options, "r": 3}, {**options, "r": 2})
 
 
 def written(kind: str, config: dict, out: Path, *flags: object) -> dict[str, Tensor]:
