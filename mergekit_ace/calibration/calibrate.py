@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.adapters.read import base_of, read_adapters
+from mergekit_ace.adapters.read import read_adapters
 from mergekit_ace.calibration.layers import (
     KIND,
     KNOWN_MODELS,
@@ -88,9 +88,9 @@ class _Model(LazyWeights):
     def __init__(self, reference: str, trust_remote_code: bool):
         parsed = ModelReference.model_validate(reference)
         self.reference = reference
-        self.folder = local_folder(str(base_of(parsed)), Path(), trust_remote_code)
+        self.folder = local_folder(str(parsed.model), Path(), trust_remote_code)
         self.stored = map_folder(self.folder)
-        self.adapter = read_adapters([parsed]).get(parsed)
+        self.adapter = read_adapters([parsed])[parsed] if parsed.lora else None
         if self.adapter:
             self.adapter.check_ties()
         super().__init__(self.stored, self._changed)

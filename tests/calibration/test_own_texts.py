@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,54 +12,39 @@ from checkpoints import tiny_llama
 from families import tokenizer
 
 from mergekit_ace.naming import ConfigError
+from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.tasks import first_token, write_own_texts
 
 
-@pytest.fixture
-def model():
-    """A model with a distribution far from uniform, and a generation config of its own."""
-    torch.manual_seed(0)
-    made = tiny_llama(max_position_embeddings=30)
-    with torch.no_grad():
-        made.lm_head.weight.normal_(std=0.5)
-    usual = made.generation_config
+def write(model, path: Path) -> tuple[DataConfig, torch.Tensor]:
+    """300 texts, as a reader of the file has them, behind their first token."""
+    words, data = tokenizer(), write_own_texts(model, tokenizer(), 300, path, quiet=True)
+    lines = Path(data.path).read_text(encoding="utf-8").splitlines()
+    return data, torch.tensor([words(json.loads(line)["text"])["input_ids"] for line in lines])
+
+
+@torch.no_grad()
+def test_every_token_is_drawn_from_the_models_own_distribution(tmp_path, monkeypatch):
+    """Whatever the generation config says, once, and without a trace."""
+    model = tiny_llama(max_position_embeddings=30)
+    model.lm_head.weight.normal_(std=0.5)  # far from uniform
+    usual, state = model.generation_config, torch.get_rng_state()
     usual.temperature, usual.top_k, usual.do_sample = 0.1, 1, True
     usual.repetition_penalty, usual.eos_token_id = 5.0, list(range(20))
-    return made.eval()
-
-
-def read(data) -> list[list[int]]:
-    """The texts as a reader of the file has them, behind their first token."""
-    words = tokenizer()
-    with open(data.path, encoding="utf-8") as file:
-        return [words(json.loads(line)["text"])["input_ids"] for line in file]
-
-
-def test_every_token_is_drawn_from_the_models_own_distribution(model, tmp_path):
-    texts = torch.tensor(
-        read(write_own_texts(model, tokenizer(), 300, tmp_path / "t.jsonl", quiet=True))
-    )
+    data, texts = write(model, tmp_path / "a" / "t.jsonl")
+    assert torch.equal(write(model, tmp_path / "b" / "t.jsonl")[1], texts)
+    assert model.generation_config is usual
+    assert torch.equal(torch.get_rng_state(), state)
     assert texts.shape == (300, 29), "as many tokens as the model has positions"
     first = torch.full((300, 1), tokenizer().bos_token_id)
-    with torch.no_grad():
-        logits = model.double()(torch.cat([first, texts[:, :-1]], dim=1)).logits
+    logits = model.double()(torch.cat([first, texts[:, :-1]], dim=1)).logits
     expected = logits.softmax(dim=-1).sum(dim=(0, 1))
     found = texts.flatten().bincount(minlength=len(expected))
     assert expected.max() > 3 * expected.min(), "else a uniform draw would pass"
     assert ((found - expected).abs() <= 5 * expected.sqrt() + 1).all()
     assert len({tuple(text) for text in texts.tolist()}) > 290
-
-
-def test_texts_are_written_once_and_leave_no_trace(model, tmp_path, monkeypatch):
-    usual, state = model.generation_config, torch.get_rng_state()
-    paths = [tmp_path / name / "t.jsonl" for name in ("a", "b")]
-    made = [write_own_texts(model, tokenizer(), 20, path, quiet=True) for path in paths]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert len(read(made[0])) == 20
-    assert model.generation_config is usual
-    assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(model, "generate", None)
-    assert write_own_texts(model, tokenizer(), 20, paths[0], quiet=True) == made[0]
+    assert write(model, tmp_path / "a" / "t.jsonl")[0] == data
 
 
 def test_how_a_text_begins():
