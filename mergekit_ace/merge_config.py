@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import FileError, listed, without_numbers
-from mergekit_ace.planning import PlannedMerge, find_place
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_place
 
 _RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")  # which may be tied
@@ -237,7 +237,9 @@ def _identity(model: ModelReference) -> str:
 
 def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
     """Find settings that are allowed, and reach no tensor, or do not fit one."""
-    spec, tensors = plan.method.spec, plan.tensors
+    spec = plan.method.spec
+    # without copies, which know nothing of the method's parameters
+    tensors = [tensor for tensor in plan.tensors if tensor.method is plan.method]
     known = {parameter.name for parameter in spec.parameters}
     of_experts = {parameter.name for parameter in spec.input_parameters}
     experts = max((len(tensor.experts) for tensor in tensors), default=0)
@@ -266,7 +268,7 @@ def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
             f"write {wrong[0] / 100:g}, if it is a percentage" if wrong[0] > 1 else "",
         )
     if isinstance(plan.method, TaskVectorMethod):
-        yield from _check_method(plan, plan.method)
+        yield from _check_method(tensors, plan.method)
 
 
 def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Iterator[Finding]:
@@ -299,10 +301,10 @@ def _check_filters(where: str, entries: Sequence[Any], names: set[str]) -> Itera
         left, ended = left - matches, ended or not part
 
 
-def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Finding]:
+def _check_method(tensors: Sequence[PlannedTensor], method: TaskVectorMethod) -> Iterator[Finding]:
     """Say what a merge would say at a tensor that its settings do not fit, and what is doubtful."""
     doubts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for tensor in plan.tensors:
+    for tensor in tensors:
         settings = tensor.settings
         try:
             method.check_settings(settings)
@@ -316,5 +318,5 @@ def _check_method(plan: PlannedMerge, method: TaskVectorMethod) -> Iterator[Find
         for doubt in found:
             doubts[doubt].append(without_numbers(tensor.name))
     for (message, remedy), kinds in doubts.items():
-        where = "" if len(kinds) == len(plan.tensors) else f": {listed([*dict.fromkeys(kinds)])}"
+        where = "" if len(kinds) == len(tensors) else f": {listed([*dict.fromkeys(kinds)])}"
         yield Finding.warning(message + where, remedy)

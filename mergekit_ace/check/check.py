@@ -145,9 +145,7 @@ def check_merge(
     if plan is not None:
         estimate = estimate_merge(plan, checkpoints)
         findings += check_tensors(plan.tensors, checkpoints)
-        # without copies, which know nothing of the method's parameters
-        own = {t.name: plan.saves[t.name] for t in plan.tensors if t.method is plan.method}
-        findings += check_settings(replace(plan, saves=own))
+        findings += check_settings(plan)
         if unplanned is None:
             findings += _check_mergekit_yaml(plan)
             findings += _check_disk(estimate, out or Path("."))

@@ -18,101 +18,73 @@ import mergekit_ace
 from mergekit_ace import plugin
 
 PACKAGE = Path(__file__).parents[2] / "mergekit_ace"
-LOADED = "import site; site.addsitedir(sys.argv[1])"  # as Python does at its start, `.pth` and all
+# Steps of a program. The first does what Python does at its start, `.pth` and all.
+LOADED = "import site; site.addsitedir(sys.argv[1])"
 MERGEKIT = "import mergekit.merge_methods; print(mergekit.merge_methods.ready)"
-
-
-@pytest.fixture
-def packages(tmp_path) -> Path:
-    """A folder with what the hook consists of, and a mergekit of a line, which takes no time."""
-    (tmp_path / "mergekit_ace").mkdir()
-    shutil.copy(PACKAGE / "__init__.py", tmp_path / "mergekit_ace")
-    shutil.copy(PACKAGE / "start_up.pth", tmp_path / "mergekit_ace.pth")
-    (tmp_path / "mergekit_ace" / "plugin.py").write_text("def register():\n    print('known')\n")
-    host = tmp_path / "mergekit" / "merge_methods"
-    host.mkdir(parents=True)
-    (tmp_path / "mergekit" / "__init__.py").write_text("")
-    (host / "__init__.py").write_text("ready = 'ready'\n")
-    return tmp_path
-
-
-def start(packages: Path, *steps: str, status: int = 0) -> tuple[list[str], list[str]]:
-    """Run steps in a fresh process; the lines on stdout and stderr."""
-    program = ["import os, sys", "sys.path.insert(0, sys.argv[1])", *steps]
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MERGEKIT"))}
-    done = subprocess.run(  # without what is installed here
-        [sys.executable, "-S", "-c", "\n".join(program), str(packages)],
-        capture_output=True,
-        text=True,
-        env=clean,
-    )
-    assert done.returncode == status, done.stderr
-    return done.stdout.splitlines(), done.stderr.splitlines()
-
-
-def test_as_it_should_be(packages):
-    assert start(packages, LOADED, MERGEKIT) == (["known", "ready"], [])
-    assert start(packages, MERGEKIT, LOADED) == (["ready", "known"], [])
-
-
-FAILURES = {
-    "no Python": "def broken(:\n",
-    "an error": "raise RuntimeError('no\\nluck')\n",
-    "something odd": "raise BaseException('odd')\n",
-    "gone": None,  # after an upgrade that was interrupted
-}
 REMOVE = "import shutil; shutil.rmtree(sys.argv[1] + '/mergekit_ace')"
+OFF = "os.environ['MERGEKIT_ACE_AUTOLOAD'] = '0'"
+NO_STDERR, CLOSED_STDERR = "sys.stderr = None", "sys.stderr = open(os.devnull); sys.stderr.close()"
+INIT, PLUGIN = "mergekit_ace/__init__.py", "mergekit_ace/plugin.py"
+HOST = "mergekit/merge_methods/__init__.py"
+WARNING = "mergekit-ace: warning: "
+# A file and its text, or None where it is gone; steps; words on stdout; how stderr begins.
+STARTS: list[tuple[tuple[str, str | None] | None, tuple[str, ...], str, str]] = [
+    (None, (LOADED, MERGEKIT), "known ready", ""),
+    (None, (MERGEKIT, LOADED), "ready known", ""),
+    *(
+        ((module, text), (LOADED, MERGEKIT), "ready", WARNING)
+        for module in (INIT, PLUGIN)
+        for text in (
+            "def broken(:\n",
+            "raise RuntimeError('no\\nluck')\n",
+            "raise BaseException('odd')\n",
+            None,  # after an upgrade that was interrupted
+        )
+    ),
+    (None, (REMOVE, LOADED, MERGEKIT), "ready", WARNING),
+    (None, (LOADED, REMOVE, MERGEKIT), "ready", WARNING),
+    ((PLUGIN, None), (NO_STDERR, LOADED, MERGEKIT), "ready", ""),
+    ((PLUGIN, None), (CLOSED_STDERR, LOADED, MERGEKIT), "ready", ""),
+    (None, (NO_STDERR, REMOVE, LOADED, MERGEKIT), "ready", ""),
+    (None, (CLOSED_STDERR, REMOVE, LOADED, MERGEKIT), "ready", ""),
+    (None, (OFF, LOADED, "import mergekit_ace", MERGEKIT), "known ready", ""),
+    ((INIT, "1 / 0\n"), (OFF, LOADED, MERGEKIT), "ready", ""),
+    # An interrupt is the user's, and what mergekit raises is its own.
+    ((INIT, "raise KeyboardInterrupt\n"), (LOADED, MERGEKIT), "", "Traceback"),
+    ((PLUGIN, "raise KeyboardInterrupt\n"), (LOADED, MERGEKIT), "", "Traceback"),
+    ((HOST, "1 / 0\n"), (LOADED, MERGEKIT), "", "Traceback"),
+]
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("module", ["__init__.py", "plugin.py"])
-def test_a_module_that_fails_is_one_line(packages, module, failure):
-    path, text = packages / "mergekit_ace" / module, FAILURES[failure]
-    path.write_text(text) if text else path.unlink()
-    shown, (line,) = start(packages, LOADED, MERGEKIT)
-    assert shown == ["ready"]
-    assert line.startswith("mergekit-ace: warning: ")
-
-
-@pytest.mark.parametrize("steps", [(REMOVE, LOADED), (LOADED, REMOVE)])
-def test_a_package_that_is_gone(packages, steps):
-    """Before a process starts, or while it runs."""
-    shown, errors = start(packages, *steps, MERGEKIT)
-    assert shown == ["ready"]
-    assert len(errors) == 1
-
-
-@pytest.mark.parametrize("stderr", ["None", "open(os.devnull)"])  # none at all; one that is closed
-def test_nobody_to_tell(packages, stderr):
-    (packages / "mergekit_ace" / "plugin.py").unlink()
-    assert start(packages, f"sys.stderr = {stderr}", LOADED, MERGEKIT) == (["ready"], [])
-    shutil.rmtree(packages / "mergekit_ace")
-    assert start(packages, f"sys.stderr = {stderr}", LOADED, MERGEKIT) == (["ready"], [])
-
-
-@pytest.mark.parametrize("module", ["__init__.py", "plugin.py"])
-def test_an_interrupt_is_the_users(packages, module):
-    (packages / "mergekit_ace" / module).write_text("raise KeyboardInterrupt\n")
-    shown, errors = start(packages, LOADED, MERGEKIT, status=-2)
-    assert shown == []
-    assert errors[-1].startswith("KeyboardInterrupt")
-
-
-def test_what_the_host_raises_is_its_own(packages):
-    (packages / "mergekit" / "merge_methods" / "__init__.py").write_text("1 / 0\n")
-    shown, errors = start(packages, LOADED, MERGEKIT, status=1)
-    assert shown == []
-    assert errors[-1] == "ZeroDivisionError: division by zero"
-    assert not [line for line in errors if line.startswith("mergekit-ace")]
-
-
-def test_switched_off(packages):
-    """But not by an import of the package."""
-    off = "os.environ['MERGEKIT_ACE_AUTOLOAD'] = '0'"
-    by_hand = start(packages, off, LOADED, "import mergekit_ace", MERGEKIT)
-    assert by_hand == (["known", "ready"], [])
-    (packages / "mergekit_ace" / "__init__.py").write_text("1 / 0\n")
-    assert start(packages, off, LOADED, MERGEKIT) == (["ready"], [])
+@pytest.mark.parametrize(("file", "steps", "shown", "told"), STARTS)
+def test_starts_of_python(tmp_path, file, steps, shown, told):
+    """With what the hook consists of, and a mergekit of a line, which takes no time."""
+    for folder in (PACKAGE.name, Path(HOST).parent):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(PACKAGE / "__init__.py", tmp_path / INIT)
+    shutil.copy(PACKAGE / "start_up.pth", tmp_path / "mergekit_ace.pth")
+    (tmp_path / PLUGIN).write_text("def register():\n    print('known')\n")
+    (tmp_path / "mergekit" / "__init__.py").touch()
+    (tmp_path / HOST).write_text("ready = 'ready'\n")
+    if file:
+        changed, text = tmp_path / file[0], file[1]
+        changed.unlink() if text is None else changed.write_text(text)
+    program = "\n".join(["import os, sys", "sys.path.insert(0, sys.argv[1])", *steps])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MERGEKIT"))}
+    command = [sys.executable, "-S", "-c", program, str(tmp_path)]  # without what is installed
+    done = subprocess.run(command, capture_output=True, text=True, env=clean)
+    errors = done.stderr.splitlines()
+    assert done.stdout.split() == shown.split(), done.stderr
+    assert bool(errors) == bool(told)
+    assert done.stderr.startswith(told)
+    if told == "Traceback":
+        own = "ZeroDivisionError: division by zero" if file[0] == HOST else "KeyboardInterrupt"
+        assert errors[-1].startswith(own)
+        assert WARNING not in done.stderr
+        assert done.returncode == (1 if file[0] == HOST else -2)
+    else:
+        assert len(errors) <= 1
+        assert done.returncode == 0
 
 
 @pytest.fixture
