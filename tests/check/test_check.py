@@ -20,7 +20,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import tiny_model
+from test_architectures import small_model
 
 from mergekit_ace.check.check import Preflight, check_merge
 from mergekit_ace.cli import main
@@ -54,7 +54,7 @@ def test_operations_depend_on_the_rule(paths):
 
 def test_experts_that_are_packed_in_memory(here):
     """They are merged one by one, under the names in the files."""
-    paths = save_family(tiny_model("MixtralForCausalLM", "mixtral", layers=2), here)
+    paths = save_family(small_model("mixtral"), here)
     stored = load_file(f"{paths[0]}/model.safetensors")
     result = checked(ace_config(paths))
     (finding,) = result.findings

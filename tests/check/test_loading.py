@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from catalogue import NOTHING, findings
 from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family
 from commands import command
 from safetensors.torch import load_file
-from test_architectures import DESCRIBED
-from tiny_models import tiny_model
+from test_architectures import MODELS, SAVE, small_model
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from mergekit_ace.check.loading import merged_model, verify_model
@@ -23,21 +21,15 @@ POSITIONS = torch.arange(32)[None]
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-def saved(model_type: str, folder: Path, **save: Any) -> list[str]:
-    name = next(name for name, kind in DESCRIBED.items() if kind == model_type)
-    return save_family(tiny_model(name, model_type, layers=2), folder, **save)
-
-
 def problem(result: str | Path, origin: str | Path) -> str:
     result, origin = Path(result).absolute(), Path(origin).absolute()
     return verify_model(result, merged_model(origin), origin, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("model_type", DESCRIBED.values())
-def test_what_mergekit_knows_is_whole(here, model_type):
+@pytest.mark.parametrize("name", MODELS)
+def test_what_mergekit_knows_is_whole(here, name):
     """Renamed, packed and tied tensors are no false alarms, nor are shards."""
-    save = {"save_original_format": False} if model_type == "vit" else {}
-    paths = saved(model_type, here, max_shard_size="20KB", **save)
+    paths = save_family(small_model(name), here, max_shard_size="20KB", **SAVE.get(name, {}))
     told = findings(ace_config(paths))
     assert not told["error"]
     assert "the result lacks" not in told["warning"]
@@ -45,7 +37,7 @@ def test_what_mergekit_knows_is_whole(here, model_type):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "buffers"),
+    ("name", "buffers"),
     [
         ("llama", {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)}),
         (
@@ -59,8 +51,8 @@ def test_what_mergekit_knows_is_whole(here, model_type):
         ("roberta", {"roberta__embeddings__position_ids": POSITIONS}),
     ],
 )
-def test_buffers_are_no_loss(here, model_type, buffers):
-    paths = saved(model_type, here)
+def test_buffers_are_no_loss(here, name, buffers):
+    paths = save_family(small_model(name), here)
     for path in paths[:2]:
         add(path, **buffers)
     assert findings(ace_config(paths)) == NOTHING
@@ -93,10 +85,10 @@ def test_what_some_models_lack_is_copied(paths):
         assert {name for name in tensors if "mtp" in name} == {"mtp.both.weight", "mtp.some.weight"}
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "vit", "t5", "mixtral"])
-def test_a_tensor_that_is_missing_or_too_large(tmp_path, model_type):
+@pytest.mark.parametrize("name", ["gpt2", "vit", "t5", "mixtral"])
+def test_a_tensor_that_is_missing_or_too_large(tmp_path, name):
     """One expert less is another shape, or fits together no longer."""
-    result, origin = saved(model_type, tmp_path, experts=1)
+    result, origin = save_family(small_model(name), tmp_path, experts=1)
     whole = load_file(f"{result}/model.safetensors")
     gone = next(n for n in whole if "layer" in n or ".h." in n or "block." in n)
     rewrite(result, lambda tensors: tensors.pop(gone))
