@@ -79,7 +79,7 @@ ERRORS = [
     ("parameters: {epsilon: [{filter: mlp, value: 1}, 1]}", "parameters.epsilon: a parameter is a"),
     ("parameters: {epsilon: small}", "'epsilon' is 'small'; allowed: a number, 0 or"),
     ("parameters: {epsilon: 1.0e+300}", "allowed: a number, 0 or greater, and at most 1e30"),
-    ("{merge_method: lines, parameters: {layers: 1}}", "`layers` is 1: leave it out"),
+    ("{merge_method: lines, parameters: {layers: 1}}", "set `layers` to the number of all"),
     ("{merge_method: wudi, parameters: {solver: newton}}", "one of adam, exact"),
     ("{merge_method: consensus_ta, parameters: {consensus: 5}}", "has 2 experts, so that nothing"),
     ("merge_method: statsmerging", "give exactly one of `coefficients: PATH`"),
