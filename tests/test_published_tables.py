@@ -242,7 +242,7 @@ def test_means_and_shares(llm):
         "experts": {"gsm8k_cot": 0.8, "arc_fr": 0.4, "arc_de": 0.2},
         "ace": {"gsm8k_cot": 0.6, "arc_fr": 0.4, "arc_de": 0.1},
     }
-    shown = llm("comparison").compare(suite, ["gsm8k_cot", "arc_fr", "arc_de"], ours)
+    shown = llm("tables").compare(suite, ["gsm8k_cot", "arc_fr", "arc_de"], ours)
     assert "| ace | 60.0 | 40.0 | 10.0 | 42.5 |" in shown
     assert "| ace | 75.0 | 100.0 | 50.0 | 75.0 |" in shown
     assert "| *other* [2] | – | 40.0 | – | – |" in shown

@@ -48,9 +48,9 @@ def by_family(results: list[Result]) -> dict[str, dict[str, list[Result]]]:
     return families
 
 
-def at_scale(result: Result, scale: float, what: str) -> Figure:
-    """Return `kept` or `forgot` of a result at a λ that was measured."""
-    return result[what][result["scales"].index(scale)]
+def pool_at(results: list[Result], scale: float, what: str) -> Figure:
+    """Return `kept` or `forgot` of all seeds at a λ that was measured."""
+    return pool([result[what][result["scales"].index(scale)] for result in results])
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -61,19 +61,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def family_table(methods: dict[str, list[Result]]) -> str:
     """Return a family's table: kept at the budget, and both scores at the default λ."""
-    lines = []
+    rows = []
     for name, results in methods.items():
         budget = pool([result["at_budget"] for result in results])
         scale = mean(result["best_scale"] for result in results)
-        kept, forgot = (
-            pool([at_scale(result, 1.0, what) for result in results]) for what in ("kept", "forgot")
-        )
-        both = ("{:.3f} ± {:.3f}".format(*figure) for figure in (budget, kept))
-        line = [next(both), f"{scale:.2f}", next(both), f"{forgot[0]:+.3f}"]
-        lines.append((budget[0], [f"`{name}`", *line]))
-    lines.sort(reverse=True)
+        kept, forgot = (pool_at(results, 1.0, what) for what in ("kept", "forgot"))
+        best, default = ("{:.3f} ± {:.3f}".format(*figure) for figure in (budget, kept))
+        line = [f"`{name}`", best, f"{scale:.2f}", default, f"{forgot[0]:+.3f}"]
+        rows.append((budget[0], line))
     head = ["method", "kept at the budget", "at λ", "kept at λ = 1", "forgot at λ = 1"]
-    return table(head, [line for _, line in lines])
+    return table(head, [line for _, line in sorted(rows, reverse=True)])
 
 
 def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]) -> str:
@@ -86,9 +83,8 @@ def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]
         figures = [pool([one["at_budget"] for one in cell]) if cell else None for cell in cells]
         shown = [f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in figures]
         rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
-    rows.sort(reverse=True)
     titles = [name.removeprefix("smollm-").partition(",")[0] for name in names]
-    return table(["method", *titles], [row for _, row in rows])
+    return table(["method", *titles], [row for _, row in sorted(rows, reverse=True)])
 
 
 def experts_table(results: list[Result]) -> str:
@@ -134,12 +130,12 @@ def draw(results: list[Result], path: Path = PICTURE) -> None:
     for name, seeds in by_family(results)[HEADLINE].items():
         if name in DRAWN:
             scales = seeds[0]["scales"]
-            points = [
-                [pool([at_scale(one, scale, what) for one in seeds])[0] for scale in scales]
-                for what in ("forgot", "kept")
-            ]
-            axes.plot(*points, ".-", color=DRAWN[name], label=name, markersize=4)
-            axes.plot(*(part[scales.index(1.0)] for part in points), "o", color=DRAWN[name])
+            forgot, kept = (
+                [pool_at(seeds, scale, what)[0] for scale in scales] for what in ("forgot", "kept")
+            )
+            axes.plot(forgot, kept, ".-", color=DRAWN[name], label=name, markersize=4)
+            default = scales.index(1.0)
+            axes.plot(forgot[default], kept[default], "o", color=DRAWN[name])
     axes.axvline(0.05, color="silver", zorder=0)
     axes.set(xlim=(None, 0.5), ylim=(0.2, 1.0), ylabel="kept", xlabel="forgot, nats per token")
     axes.legend(loc="lower right")

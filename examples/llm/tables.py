@@ -18,22 +18,26 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
+from typing import TypeAlias
 
 import yaml
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from comparison import EXPERTS, compare
 from evaluators import device, load_encoder, scorer
 from suite import Checkpoint, HarnessSuite, Suite, load_suite
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.plugin import our_methods
 
-BASE = "base"
+Scores: TypeAlias = Mapping[str, float]  # by task
+Line: TypeAlias = tuple[str, Scores, float | None]  # of a table, with the mean as published
+BASE, EXPERTS = "base", "experts"
 NEEDS = {"harness": "lm_eval", "glue": "sklearn", "clip": "PIL"}
 # `mergekit-ace train` or `mergekit-ace statistics` would have to run first.
 NEEDS_SAMPLES = ("statsmerging", "regmean", "fisher")
@@ -188,6 +192,61 @@ def plan(run: Run, rows: dict[str, dict]) -> Iterator[str]:
         samples = min(filter(None, counts), default="all")
         skipped = "" if name in run.tasks else "  LEFT OUT: it runs code that models write"
         yield f"  {name}: {samples} samples, {' '.join(map(str, data.values()))}{skipped}"
+
+
+def mean_over_experts(suite: Suite, tasks: Sequence[str], scores: Scores) -> float | None:
+    """Average each expert's tasks, then the experts; None where a task is missing."""
+    if any(task not in scores for task in tasks):
+        return None
+    by_expert = defaultdict(list)
+    for task in tasks:
+        by_expert[suite.tasks[task].expert].append(scores[task])
+    return fmean(map(fmean, by_expert.values()))
+
+
+def shares(scores: Scores, experts: Scores) -> dict[str, float]:
+    """Return each score as a percentage of the expert's, where both are known."""
+    return {task: 100 * scores[task] / experts[task] for task in scores if experts.get(task)}
+
+
+def table(heading: str, suite: Suite, tasks: Sequence[str], lines: Iterable[Line]) -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield f"| {heading} | " + " | ".join([*tasks, "mean"]) + " |"
+    yield "|---" * (len(tasks) + 2) + "|"
+    for title, scores, published in lines:
+        mean = mean_over_experts(suite, tasks, scores)
+        # Scores are rounded, so that the mean as published is the better one, if of these tasks.
+        if published is not None and (mean is None or set(tasks) == set(suite.tasks)):
+            mean = published
+        values = [*map(scores.get, tasks), mean]
+        if any(value is not None for value in values):
+            cells = ["–" if value is None else f"{value:.1f}" for value in values]
+            yield "| " + " | ".join([title, *cells]) + " |"
+
+
+def compare(suite: Suite, tasks: Sequence[str], ours: Mapping[str, Scores]) -> str:
+    """Return two Markdown tables: scores in percent, and shares of the experts' scores.
+
+    `ours` are scores between 0 and 1 by row and task; published rows are in italics below them.
+    """
+    scores: list[Line] = []
+    of_experts: list[Line] = []
+    for row, values in ours.items():
+        scores.append((row, {task: 100 * score for task, score in values.items()}, None))
+        of_experts.append((row, shares(values, ours[EXPERTS]), None))
+    reference = next((row.scores for row in suite.published if row.row == EXPERTS), {})
+    for number, row in enumerate(suite.published, 1):
+        title = f"*{row.row}* [{number}]"
+        scores.append((title, row.scores, row.mean))
+        of_experts.append((title, shares(row.scores, reference), row.share))
+    lines = [
+        *table("score in %", suite, tasks, scores),
+        "",
+        *table("share of the experts in %", suite, tasks, of_experts),
+        "",
+        *(f"[{number}] {row.source}" for number, row in enumerate(suite.published, 1)),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def parse() -> argparse.Namespace:
