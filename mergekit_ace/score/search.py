@@ -123,6 +123,8 @@ class _Search:
         weights = map_weights(self.module, names, folder, self.out / "base.safetensors")
         for merge in self.merges.values():
             merge.load(self.module, weights, self.score)
+        self.ranges = {name: one for merge in self.merges.values()
+                       for name, one in merge.ranges.items()}  # fmt: skip
         self.parts = {exam.name: self._parts(exam) for exam in self.scoring.exams}
         *experts, keep = self.scoring.exams
         gaining = [exam for exam in experts if self._gains(exam.name)]
@@ -221,18 +223,22 @@ class _Search:
         if len(begun) >= self.config.trials:
             return None
         tried = [one.params for one in begun]
-        starts = (one for merge in self.merges.values() for one in merge.starts())
+        weights = {name: 1.0 for name in self.ranges if name.startswith("weight.")}
+        merges = self.merges.values()
+        starts = [weights | start for merge in merges for start in merge.starts()]
         if start := next((one for one in starts if one not in tried), None):
             self.study.enqueue_trial(start)
         # A seed of each trial's own: a study that was stopped goes on alike.
-        self.study.sampler = optuna.samplers.TPESampler(
-            seed=self.config.seed + len(begun), multivariate=True, group=True, constant_liar=True
+        self.study.sampler = optuna.samplers.GPSampler(
+            seed=self.config.seed + len(begun),
+            n_startup_trials=len(starts),
+            deterministic_objective=True,
         )
         trial = self.study.ask()
         trial.set_user_attr("worker", self.worker)
-        merge = self.merges[trial.suggest_categorical("merge", [*self.merges])]
-        for name, (low, high) in merge.ranges.items():
-            trial.suggest_float(name, low, high, log=".weight." in name)
+        trial.suggest_categorical("merge", [*self.merges])
+        for name, (low, high) in self.ranges.items():  # of all merges: the sampler models these
+            trial.suggest_float(name, low, high, log=name in weights)
         return trial
 
     def _run(self, trial: Any) -> None:
@@ -252,7 +258,18 @@ class _Search:
             self.study.tell(trial, found["aim"])
 
     def _set(self, parameters: Mapping[str, Any]) -> None:
-        self.merges[parameters["merge"]].set(_rounded(parameters))
+        self.merges[parameters["merge"]].set(self._rounded(parameters))
+
+    def _rounded(self, parameters: Mapping[str, Any]) -> dict[str, float]:
+        """Return λ and weights of a merge with as many digits as anybody reads."""
+        own = self.merges[parameters["merge"]].ranges
+        return {name: round(parameters[name], 4) for name in own}
+
+    def _is_plain(self, parameters: Mapping[str, Any]) -> bool:
+        """Tell whether a merge has one λ for all tensors, and no weights."""
+        own = self._rounded(parameters)
+        weights = [own.pop(name) for name in [*own] if name.startswith("weight.")]
+        return len({*own.values()}) == 1 and {*weights} <= {1.0}
 
     def finish(self) -> str:
         """Let the best trials read all validation texts, and test and write the best of them."""
@@ -260,7 +277,7 @@ class _Search:
         if not trials:
             raise ConfigError("every merge answers NaN or Inf; lower the range of `lambda`")
         ranked = sorted(trials, key=lambda one: self._rank(one.user_attrs["found"]), reverse=True)
-        plain = [one for one in ranked if _is_plain(one.params)][:PLAIN_FINALISTS]
+        plain = [one for one in ranked if self._is_plain(one.params)][:PLAIN_FINALISTS]
         results = {}
         for name, among in (("best found", [*ranked[:FINALISTS], *plain]), ("best λ alone", plain)):
             if not among:
@@ -269,7 +286,7 @@ class _Search:
             results[name] = {
                 "trial": best.number,
                 "merge": best.params["merge"],
-                "parameters": _rounded(best.params),
+                "parameters": self._rounded(best.params),
                 "validation": self._measured(best, "validation"),
             }
             if among is plain:
@@ -343,15 +360,3 @@ class _Search:
         write_text(self.out / "search.json", json.dumps(content, indent=1) + "\n")
         show_search(points, budget, text, self.out / "search.html")
         return text
-
-
-def _rounded(parameters: Mapping[str, Any]) -> dict[str, float]:
-    """Return λ and weights with as many digits as anybody reads."""
-    return {name: round(value, 4) for name, value in parameters.items() if name != "merge"}
-
-
-def _is_plain(parameters: Mapping[str, Any]) -> bool:
-    """Tell whether a merge has one λ for all tensors, and no weights."""
-    scales = {value for name, value in parameters.items() if ".lambda" in name}
-    weights = {value for name, value in parameters.items() if ".weight." in name}
-    return len(scales) == 1 and weights <= {1.0}

@@ -78,7 +78,7 @@ class SearchedMerge:
                 mistake = f"weights cannot be searched with this `{min(odd)}`; leave it out"
         if mistake:
             raise ConfigError(f"{path}: {mistake}")
-        self._labels = [f"{self.name}.weight.{one}" for one in short_names(self.experts)]
+        self._labels = [f"weight.{one}" for one in short_names(self.experts)]
         # Of ace and its variants, whose experts have coefficients in a file.
         self._has_components = bool(self.experts) and self.method in COMPONENTS
 
@@ -180,7 +180,7 @@ class SearchedMerge:
         """Return the parameter that is the λ of each tensor."""
         groups = {}
         for name, depth in relative_depths(names).items():
-            parts = [self.name, "lambda"]
+            parts = ["lambda"]
             if "depth" in self._space.by:
                 parts.append(THIRDS[min(int(3 * depth), 2)])
             if "kind" in self._space.by:

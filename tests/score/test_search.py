@@ -170,7 +170,7 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
     assert sorted({*states}) == ["COMPLETE", "FAIL"]
     assert (states.count("COMPLETE"), states.count("FAIL")) == (10, 1)
     plain = [params for params, _ in done(out)][:9]
-    assert {0.5, 0.7, 0.85, 1.0} <= {one["tsv_m.lambda"] for one in plain}, "nothing is lost"
+    assert {0.5, 0.7, 0.85, 1.0} <= {one["lambda"] for one in plain}, "nothing is lost"
 
 
 @pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus", "task_arithmetic", "tsv_m"])
@@ -186,8 +186,8 @@ def test_a_trial_is_the_merge_of_its_config(method, config, merge_config, mergek
     merge.load(model, base, SimpleNamespace(trust_remote_code=False, task="causal-lm"))
     rng = torch.Generator().manual_seed(0)
     values = {name: 0.3 + float(torch.rand(1, generator=rng)) for name in merge.ranges}
-    assert (sum(".weight." in name for name in values) == 2) == (method != "tsv_m")
-    assert f"{method}.lambda.middle.attention" in values
+    assert (sum(name.startswith("weight.") for name in values) == 2) == (method != "tsv_m")
+    assert "lambda.middle.attention" in values
     merge.set(values)
     merge.write(values, tmp_path, "of a test")
     content = yaml.safe_load((tmp_path / "merge.yml").read_text())
