@@ -261,23 +261,20 @@ def search(config: Path, out: Path, **given: Any) -> None:
 @click.option("--no-check", is_flag=True, help="Merge in spite of what `check` would say.")
 @click.option("--resume", is_flag=True, hidden=True, expose_value=False)  # as it does anyway
 @click.option("--try", "prompt", metavar="PROMPT", help="Let base and result continue a text.")
-def merge(config: Path, out: Path, overwrite: bool, **given: Any) -> None:
+def merge(config: Path, out: Path, no_check: bool, prompt: str | None, **given: Any) -> None:
     """Merge as `mergekit-yaml` does, but restartable, in parallel.
 
     A merge that was interrupted goes on when the same command is given again; what is finished is
     kept. What `mergekit-ace check` finds is said first, and errors end the merge before it starts.
     LoRA adapters (BASE+ADAPTER) are added to the base as it goes, without copies of it.
     """
-    from mergekit_ace.merging.plan import MergeSettings
-    from mergekit_ace.merging.run import run_shards
+    from mergekit_ace.merging.run import run_shards, try_prompt
 
-    strict = not given.pop("no_check")
-    names = given.keys() & MergeSettings.__dataclass_fields__.keys()
-    chosen = {name: given.pop(name) for name in names}
-    settings = MergeSettings(overwrite=overwrite, strict=strict, **chosen)
-    options = take_options(given, here=settings.workers == 1 and settings.ray is None)
+    options = take_options(given, here=given["workers"] == 1 and given["ray"] is None)
     options.apply_global_options()
-    run_shards(config, str(out), options, settings)
+    plan = run_shards(config, out, options, strict=not no_check, **given)
+    if prompt is not None:
+        try_prompt(out, plan, prompt)
 
 
 @main.command(

@@ -20,7 +20,6 @@ from family import BASE, EXPERTS, Recipe, start_model, train_family
 from mergekit.options import MergeOptions
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mergekit_ace.merging.plan import MergeSettings
 from mergekit_ace.merging.run import run_shards
 
 ROUTER = "mlp.gate.weight"
@@ -75,7 +74,7 @@ def main() -> None:
                 config["models"] = [{"model": str(folder / name)} for name in NEW_LANGUAGES]
                 config |= {"parameters": parameters, "dtype": "float32"}
                 path.write_text(yaml.safe_dump(config), encoding="utf-8")
-                run_shards(path, str(out), MergeOptions(quiet=True), MergeSettings(overwrite=True))
+                run_shards(path, str(out), MergeOptions(quiet=True), overwrite=True)
                 found = [mean_loss(out, names) for names in (NEW_LANGUAGES, OLD_LANGUAGES)]
                 losses.setdefault((method, routers), []).append(torch.tensor(found))
     print("| method | routers by | loss in new languages | in old languages |\n|---|---|---|---|")

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import click
 import torch
 from mergekit import card
 from mergekit.merge import (
@@ -33,7 +34,7 @@ from mergekit_ace.files.checkpoints import INDEX_FILES, TensorHeader, read_file_
 from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
 from mergekit_ace.files.saving import flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
-from mergekit_ace.merging.shards import Shard
+from mergekit_ace.merging.shards import Shard, ShardResult
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge
 
@@ -81,30 +82,11 @@ class Manifest(BaseModel):
         text = json.dumps(self.model_dump(), indent=1) + "\n"
         write_text(folder / MANIFEST_FILE, text, durable=True)
 
-    def compare(self, folder: Path, shards: Sequence[Shard]) -> tuple[list[str], list[str]]:
-        """Return files that are lost, which are forgotten, and others that somebody has edited.
-
-        Weights that differ are lost, too.
-        """
-        sizes = {shard.file: shard.bytes for shard in shards}
-        lost, edited = [], []
-        for name, recorded in list(self.files.items()):
-            path = folder / name
-            there = path.is_file() and not path.is_symlink()  # a link is none of ours
-            if recorded == (sha256(path) if there else "") and (recorded or not sizes.get(name)):
-                continue
-            if there and name not in sizes and name != _INDEX:
-                edited.append(name)
-            else:
-                lost.append(name)
-                del self.files[name]
-        return lost, edited
-
 
 class OutputFolder:
     """The directory that a merge writes to; what is unfinished is below `scratch` in it."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: Path | str):
         self.path = Path(os.path.abspath(path))
         self.scratch = self.path / SCRATCH_FOLDER
 
@@ -144,7 +126,40 @@ class OutputFolder:
                         f"{self.path}; move it, or choose another directory"
                     )
 
-    def begin(self, *, overwrite: bool, kept: Collection[str]) -> None:
+    def find_finished(
+        self, plan: PlannedMerge, manifest: Manifest, shards: Sequence[Shard]
+    ) -> set[str]:
+        """Forget what is no longer what it was, and return what somebody has edited; say both.
+
+        Weights and their index are made again where they differ, other files stay.
+        """
+        sizes = {shard.file: shard.bytes for shard in shards}
+        edited = set()
+        for name, recorded in list(manifest.files.items()):
+            path = self.path / name
+            there = path.is_file() and not path.is_symlink()  # a link is none of ours
+            if recorded == (sha256(path) if there else "") and (recorded or not sizes.get(name)):
+                continue
+            if there and name not in sizes and name != _INDEX:
+                edited.add(name)
+                say(plan, f"{name} was edited after the merge, and stays; delete it to renew it")
+            else:
+                del manifest.files[name]
+                manifest.complete = False
+                say(plan, f"{name} is not what it was when it was finished: it is made again")
+        finished = sizes.keys() & manifest.files.keys()
+        manifest.complete &= {*sizes, "config.json"} <= manifest.files.keys()
+        tokens = plan.config.tokenizer
+        source = tokens.source if tokens else plan.config.tokenizer_source
+        # mergekit numbers the new tokens of a joint tokenizer in another order in every run
+        if source == "union" and not manifest.complete:
+            manifest.files.clear()
+            say(plan, "a merge with a joint tokenizer (`source: union`) begins anew")
+            return set()
+        say(plan, f"{len(finished)} of {len(shards)} shards are finished and kept")
+        return edited
+
+    def begin(self, manifest: Manifest, *, overwrite: bool, kept: Collection[str]) -> None:
         """Let the directory no longer look like a model, and remove what killed workers have left.
 
         With `overwrite`, drop the model, or the unfinished merge, that is there.
@@ -158,12 +173,35 @@ class OutputFolder:
             shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(exist_ok=True)
+        manifest.complete = False
+        manifest.write(self.path)
+
+    def enter(self, manifest: Manifest, shard: Shard, result: ShardResult) -> None:
+        """Give a shard its name, and append its lines to the reports.
+
+        A kill before it is in the manifest lets lines be written twice; readers take the last ones.
+        """
+        for path, lines in result.reports.items():
+            before = Path(path).read_text("utf-8") if Path(path).exists() else ""
+            write_text(path, before + Path(lines).read_text("utf-8"), durable=True)
+        if result.path:
+            self.move_in(Path(result.path), shard.file)
+        manifest.files[shard.file] = result.sha256
+        manifest.write(self.path)
+        for left in self.scratch.glob(f"{shard.file}-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def move_in(self, source: Path, name: str) -> None:
         """Give a file that is on the disk its name in the directory."""
         (self.path / name).parent.mkdir(exist_ok=True)
         os.replace(source, self.path / name)
         flush_to_disk(self.path)
+
+
+def say(plan: PlannedMerge, text: str) -> None:
+    """Print what happens in a merge, unless it is to be quiet."""
+    if not plan.options.quiet:
+        click.echo(text)
 
 
 def complete_model(
@@ -212,14 +250,13 @@ def complete_model(
     along = plan.architecture.tagalong_files or []
     _copy_tagalong_files(donor, str(staging), along, plan.options)
     add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
-    files = filter(Path.is_file, staging.rglob("*"))
+    files = [path for path in staging.rglob("*") if path.is_file()]
     names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
-    names = sorted(names, key=lambda name: (name == "config.json", name in _MARKS))
     hashes = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
         flush_to_disk(staging / name)
         hashes[name] = sha256(staging / name)
-    for name in names:
+    for name in hashes:
         folder.move_in(staging / name, name)
     return hashes
 

@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from mergekit.common import ImmutableMap, dtype_from_name
-from mergekit.graph import Executor, TaskUniverse
+from mergekit.graph import Executor, TaskHandle, TaskUniverse
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
@@ -79,7 +80,7 @@ def divide_into_shards(
     if tokenizer is not None:
         rows = len(tokenizer.tokenizer.get_vocab())
         rows += -rows % (plan.vocabulary_multiple or 1)
-    groups: list[dict[str, int]] = []
+    groups: list[dict[str, int]] = []  # bytes of tensors by name
     held = 0
     for name, save in plan.saves.items():
         size = _output_size(save, checkpoints, rows)
@@ -137,24 +138,24 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     # Random methods: the same draws whoever computes the shard, and whenever.
     transformers.set_seed(((job.options.random_seed or 0) + shard.index) % 2**32)
     folder = Path(tempfile.mkdtemp(prefix=f"{shard.file}-", dir=job.scratch))
-    reports: dict[str, Path] = {}
-    saves = [_prepare_save(save, folder, reports) for save in shard.saves]
-    writer = TensorWriter(str(folder), -1, safe_serialization=True)
-    universe = TaskUniverse(saves)
-    values = {universe.get_handle(saves[0].writer_task): writer}
+    reports: dict[str, str] = {}
+    saves = [_report_into(folder, save, reports) for save in shard.saves]
+    writer, universe = CheckedWriter(str(folder), max_shard_size=-1), TaskUniverse(saves)
+    values: dict[TaskHandle, Any] = {universe.add_task(saves[0].writer_task): writer}
     if job.builder is not None:
-        values[universe.get_handle(job.builder)] = job.tokenizer
+        values[universe.add_task(job.builder)] = job.tokenizer
+    device = torch.device(job.options.device or "cpu")
     executor = Executor(
-        [universe.get_handle(save) for save in saves],
-        math_device=job.options.device,
-        storage_device=job.options.device if job.options.low_cpu_memory else "cpu",
+        [universe.add_task(save) for save in saves],
+        math_device=device,
+        storage_device=device if job.options.low_cpu_memory else torch.device("cpu"),
         cached_values=values,
     )
-    for task, _ in executor.run(quiet=True):
-        if bar is not None:
-            bar.update(shard.sizes[task.tensor_name])
+    for save, _ in executor.run(quiet=True):
+        if bar is not None and isinstance(save, SaveTensor):
+            bar.update(shard.sizes[save.tensor_name])
     writer.finalize()
-    lines = {to: str(own) for to, own in reports.items() if own.exists()}
+    lines = {path: own for path, own in reports.items() if os.path.exists(own)}
     path = next(folder.glob("*.safetensors"), None)
     if path is None:
         return ShardResult(reports=lines, notices=take_notices())
@@ -162,31 +163,30 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     return ShardResult(str(path), sha256(path), lines, take_notices())
 
 
-def _prepare_save(save: SaveTensor, folder: Path, reports: dict[str, Path]) -> CheckedSave:
-    """Return the task with a check of its tensor, and with a file in `folder` for `report:`.
+def _report_into(folder: Path, save: SaveTensor, reports: dict[str, str]) -> SaveTensor:
+    """Return the task with a file in `folder` for `report:`, which is entered into `reports`.
 
     The driver, which alone writes to the report, appends that once the shard is finished.
     """
-    fields = {name: getattr(save, name) for name in SaveTensor.model_fields}
-    parameters = dict(save.tensor_task.parameters.items())
+    task: Any = save.tensor_task
+    parameters = dict(task.parameters.items())
     path = parameters.get("report")
-    if isinstance(path, str):
-        own = reports.setdefault(path, folder / f"report-{len(reports)}.jsonl")
-        changed = ImmutableMap(data={**parameters, "report": str(own)})
-        fields["tensor_task"] = save.tensor_task.model_copy(update={"parameters": changed})
-    return CheckedSave(**fields)
+    if not isinstance(path, str):
+        return save
+    parameters["report"] = reports.setdefault(path, str(folder / f"report-{len(reports)}.jsonl"))
+    task = task.model_copy(update={"parameters": ImmutableMap(data=parameters)})
+    return save.model_copy(update={"tensor_task": task})
 
 
-class CheckedSave(SaveTensor):
-    """mergekit's task that writes a tensor; a `ConfigError` where NaN or Inf would be written."""
+class CheckedWriter(TensorWriter):
+    """mergekit's writer; a `ConfigError` where NaN or Inf would be written."""
 
-    def execute(self, writer: TensorWriter, tensor: torch.Tensor | None) -> None:
-        if tensor is not None and tensor.is_floating_point():
-            dtype = dtype_from_name(self.dtype) or tensor.dtype
-            if not is_finite(tensor.to(dtype)):
-                raise ConfigError(
-                    f"tensor {self.tensor_name} came out with NaN or Inf in {dtype}: a model holds "
-                    "them (`mergekit-ace inspect` names it), a parameter is out of range, or "
-                    "float16 is too narrow (write `out_dtype: bfloat16`, and no `dtype: float16`)"
-                )
-        super().execute(writer=writer, tensor=tensor)
+    def save_tensor(self, name: str, tensor: torch.Tensor, clone: bool = False) -> None:
+        """Take a tensor in the dtype of the result."""
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise ConfigError(
+                f"tensor {name} came out with NaN or Inf in {tensor.dtype}: a model holds them "
+                "(`mergekit-ace inspect` names it), a parameter is out of range, or float16 is too "
+                "narrow (write `out_dtype: bfloat16`, and no `dtype: float16`)"
+            )
+        super().save_tensor(name, tensor, clone)

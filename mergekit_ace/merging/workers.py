@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -30,27 +30,28 @@ START_METHOD = "spawn" if os.name == "nt" else "forkserver"
 # Imported once, by the process from which all workers are forked.
 PRELOADED = ["mergekit_ace.merging.run", "mergekit.merge_methods"]
 _WORK: list[Any] = []  # in a worker process: the job, and its shards
-Compute = Callable[[Sequence[Shard], tqdm], Iterator[tuple[Shard, ShardResult]]]
+Results = Generator[tuple[Shard, ShardResult], None, None]
+Compute = Callable[[Sequence[Shard], tqdm], Results]
 
 
 def find_workers(job: MergeJob, count: int, address: str | None, memory: int) -> Compute:
-    """Return a function that computes shards; closing its iterator ends all workers.
+    """Return a function that computes shards; closing its generator ends all workers.
 
     Args:
         address: of a Ray cluster, `auto` for the one at hand; None for this machine.
         memory: bytes that a worker of a cluster takes.
     """
     if address is not None:
-        return partial(_compute_in_cluster, *_find_cluster(job, address, memory), count)
+        return partial(_compute_in_cluster, _find_cluster(job, address, memory), count)
     if count > 1:
         return partial(_compute_in_processes, job, assign_gpus(job.options.device, count))
     return lambda shards, bar: ((shard, compute_shard(job, shard, bar)) for shard in shards)
 
 
-def assign_gpus(device: str, count: int) -> list[str | None]:
+def assign_gpus(device: str | None, count: int) -> list[str | None]:
     """Return the GPU of every worker of this machine, of which several may share one."""
     names: Sequence[str | None] = [None]
-    if device.startswith("cuda") and torch.cuda.is_available():
+    if str(device).startswith("cuda") and torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     return [names[n % len(names)] for n in range(count)]
@@ -58,7 +59,7 @@ def assign_gpus(device: str, count: int) -> list[str | None]:
 
 def _compute_in_processes(
     job: MergeJob, gpus: Sequence[str | None], shards: Sequence[Shard], _: tqdm
-) -> Iterator[tuple[Shard, ShardResult]]:
+) -> Results:
     """Compute shards in processes of this machine, one for each entry of `gpus`.
 
     The death of one breaks their pool. Another pool with one process less computes what is missing:
@@ -133,8 +134,8 @@ def _exit_with_driver() -> None:
         os._exit(1)
 
 
-def _find_cluster(job: MergeJob, address: str, memory: int) -> tuple[Any, Any]:
-    """Connect to a Ray cluster that is there already; return Ray, and what submits a shard.
+def _find_cluster(job: MergeJob, address: str, memory: int) -> Callable[[Shard], Any]:
+    """Connect to a Ray cluster that is there already; return what submits a shard.
 
     A worker takes as many CPUs as torch has threads, or a GPU, and the memory of the estimate.
     """
@@ -150,7 +151,7 @@ def _find_cluster(job: MergeJob, address: str, memory: int) -> tuple[Any, Any]:
         ray.init(address=address, ignore_reinit_error=True, **quiet)
     except OSError as error:  # Ray's ConnectionError is one
         raise ConfigError(f"there is no Ray cluster at {address}: {error}") from error
-    on_gpu = job.options.device.startswith("cuda")
+    on_gpu = str(job.options.device).startswith("cuda")
     needed = {"CPU": 1 if on_gpu else job.threads, "GPU": int(on_gpu), "memory": memory}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(node.get(name, 0) >= need for name, need in needed.items()) for node in nodes):
@@ -167,13 +168,15 @@ def _find_cluster(job: MergeJob, address: str, memory: int) -> tuple[Any, Any]:
         max_retries=_ATTEMPTS - 1,  # where a worker dies, or its node
         max_calls=0,  # a process computes many shards, also with a GPU
     )(compute_shard)
-    return ray, partial(task.remote, ray.put(job))
+    return partial(task.remote, ray.put(job))
 
 
 def _compute_in_cluster(
-    ray: Any, submit: Callable[[Shard], Any], count: int, shards: Sequence[Shard], _: tqdm
-) -> Iterator[tuple[Shard, ShardResult]]:
+    submit: Callable[[Shard], Any], count: int, shards: Sequence[Shard], bar: tqdm
+) -> Results:
     """Compute shards as tasks in a cluster, at most `count` at once."""
+    import ray
+
     waiting, running = deque(shards), {}
     try:
         while waiting or running:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -92,7 +93,7 @@ def _section(report: Report, config: MergeConfiguration, seed: int | None) -> It
         "[mergekit](https://github.com/arcee-ai/mergekit) and mergekit-ace; the configuration is "
         f"above.{does}"
     )
-    yield "\n".join(f"* {markdown_text(text)}" for text in summarize(report)["sentences"])
+    yield "\n".join(f"* {markdown_text(text)}" for text in summarize(report))
     yield markdown_table(_experts(report))
     versions = next((r.versions for r in report.records), package_versions(*REPORTED_PACKAGES))
     seed_of_method = "none needed: the method draws no random numbers" if own else "none given"
@@ -112,7 +113,7 @@ def _experts(report: Report) -> list[Sequence[str]]:
         report.models, report.norms, report.relative_sizes, weights.to_numpy(), strict=True
     ):
         weight = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-        moved_by = f"{norm:.3g}" if size is None else f"{size:.2%} of the base"
+        moved_by = f"{norm:.3g}" if math.isnan(size) else f"{size:.2%} of the base"
         rows.append((markdown_text(model), weight, moved_by, f"{norm**2 / total:.0%}"))
     return rows
 

@@ -20,7 +20,6 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
-from pydantic_core import to_json
 from torch import Tensor
 from tqdm import tqdm
 
@@ -59,7 +58,7 @@ def run_inspection(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> None:
-    """`mergekit-ace inspect`: write `report.jsonl`, `summary.json` and `report.html`."""
+    """`mergekit-ace inspect`: write `report.jsonl` and `report.html`."""
     if (folder / "report.jsonl").exists() and not overwrite:
         raise ConfigError(
             f"{folder} holds another inspection. Choose another folder, or --overwrite to drop it"
@@ -75,19 +74,15 @@ def run_inspection(
     work = (record for _, record in executor.run(quiet=True))
     bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
     records = sorted(bar, key=lambda record: natural_order(record.name))
-    report = Report(records)
-    for name in ("report.html", "summary.json", "report.jsonl"):
-        (folder / name).unlink(missing_ok=True)  # they belong together
+    report, page, lines = Report(records), folder / "report.html", folder / "report.jsonl"
+    lines.unlink(missing_ok=True)  # it belongs to the former page
     some = "" if len(selected) == len(planned) else f", {len(selected)} looked at"
     about = f"Base model {merge.base_model}; {len(planned)} tensors{some}. Before the merge."
-    write_page(report, folder / "report.html", about)
-    summary = summarize(report)
-    text = to_json(summary, indent=1, inf_nan_mode="strings").decode()
-    write_text(folder / "summary.json", text + "\n")
-    lines = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
-    write_text(folder / "report.jsonl", "".join(lines))
-    sentences = [f"* {sentence}" for sentence in summary["sentences"]]
-    click.echo("\n".join([report.about, "", *sentences, "", str(folder / "report.html")]).lstrip())
+    write_page(report, page, about)
+    texts = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
+    write_text(lines, "".join(texts))
+    sentences = [f"* {sentence}" for sentence in summarize(report)]
+    click.echo("\n".join([report.about, "", *sentences, "", str(page)]).lstrip())
 
 
 def select(names: Iterable[str], filters: Sequence[str], sample: int | None) -> list[str]:

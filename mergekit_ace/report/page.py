@@ -52,7 +52,7 @@ def write_page(report: Report, path: Path, subtitle: str) -> None:
     page = environment.from_string(template).render(
         report=report,
         subtitle=subtitle,
-        sentences=summarize(report)["sentences"],
+        sentences=summarize(report),
         plots=plots,
         table=_table(report),
     )
@@ -133,7 +133,7 @@ def _similarity(report: Report) -> go.Figure:
     }
     names = [*map(_text, report.experts)]
     figure = px.imshow(
-        np.array(list(views.values()), dtype=float),
+        np.stack(list(views.values())),
         x=names, y=names, facet_col=0, zmin=-1, zmax=1, color_continuous_scale="RdBu_r",
         text_auto=".2f",  # pyright: ignore[reportArgumentType]
         labels={"x": "expert", "y": "expert"}, aspect="auto",

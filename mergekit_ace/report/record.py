@@ -35,40 +35,26 @@ WEAK = 0.1  # of the strongest expert's norm
 FAR = 0.3  # ‖Δ‖/‖W0‖ at which an expert is hardly a fine-tune of this base
 LARGE = 2.5  # ‖X‖² / Σ ‖Δ_t‖² of a merge that follows noise
 
-Values = list[float | None]
-
 
 def read_records(path: Path) -> list[Record]:
     """Return the last record of each tensor in a report, and all of tensors without a name."""
+    records: dict[str | int, Record] = {}
+    number = 0
     try:
-        texts = path.read_text(encoding="utf-8-sig").split("\n")
+        for number, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+            if text.strip():
+                record = Record.model_validate_json(text)
+                records[number if record.tensor is None else record.tensor] = record
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
+        raise ConfigError(
+            f"line {number} of {path} is not the line of a report: "
+            f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
+            "`report:` of a merge, or `mergekit-ace inspect`, wrote"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    records: dict[str | int, Record] = {}
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            continue
-        try:
-            record = Record.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
-            raise ConfigError(
-                f"line {number} of {path} is not the line of a report: "
-                f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
-                "`report:` of a merge, or `mergekit-ace inspect`, wrote"
-            ) from error
-        records[number if record.tensor is None else record.tensor] = record
-    # Counters of batches are copied, and skipped: their method is not that of the merge.
-    methods = sorted({record.method for record in records.values() if not record.skipped})
-    if len(methods) > 1:
-        raise ConfigError(
-            f"{path} holds lines of several merges, by {' and '.join(methods)}; keep those of one"
-        )
-    if not records:
-        raise ConfigError(
-            f"{path} has no lines: no tensor was merged; give the report of a finished merge"
-        )
     return list(records.values())
 
 
@@ -85,12 +71,16 @@ class Report:
 
     def __init__(self, records: Sequence[Record]):
         compared = [record for record in records if record.matrices]
-        if not compared:
-            raise ConfigError("no tensor could be compared: there is nothing to show")
+        methods = sorted({record.method for record in compared})
+        if not methods:
+            raise ConfigError("no tensor was compared: give the report of a finished merge")
+        if len(methods) > 1:
+            names = " and ".join(methods)
+            raise ConfigError(f"the report is of several merges, by {names}; keep those of one")
         depths = relative_depths([record.name for record in compared])
         self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
         self.skipped = [record.name for record in records if not record.matrices]
-        method = merge_methods.get(compared[0].method)
+        method = merge_methods.get(methods[0])
         other = next((record.decisions_of for record in compared if record.decisions_of), None)
         self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name
         self.stands_in = merge_methods.get(other).spec.pretty_name if other else None
@@ -152,57 +142,32 @@ class Report:
         return squares.pow(0.5).tolist()
 
     @property
-    def relative_sizes(self) -> Values:
-        """‖Δ_t‖/‖W0‖ over the whole model; None if nobody has read the base."""
-        base = math.hypot(*(record.base_norm or 0.0 for record in self.records))
-        return [norm / base if base else None for norm in self.norms]
+    def relative_sizes(self) -> list[float]:
+        """‖Δ_t‖/‖W0‖ over the whole model; NaN if nobody has read the base."""
+        base = math.hypot(*(record.base_norm or 0.0 for record in self.records)) or math.nan
+        return [norm / base for norm in self.norms]
 
     @cached_property
-    def cosines(self) -> list[Values]:
-        """Cosine of whole task vectors, T × T; None where one is zero, or nobody looked."""
+    def cosines(self) -> np.ndarray:
+        """Cosine of whole task vectors, T × T; NaN where one is zero, or nobody looked."""
         products = np.zeros((len(self.models), len(self.models)))
         for record in self.looked_at:
             cosines = np.nan_to_num(np.array(record.cosine, dtype=float))
             products += cosines * np.outer(record.norm or (), record.norm or ())
         lengths = np.sqrt(products.diagonal())
         with np.errstate(invalid="ignore"):
-            return _with_none(products / np.outer(lengths, lengths))
+            return products / np.outer(lengths, lengths)
 
-    def overlaps(self, side: str) -> list[Values]:
+    def overlaps(self, side: str) -> np.ndarray:
         """Return the mean overlap of leading subspaces, `inputs` or `outputs`, over matrices."""
         matrices = [matrix for record in self.looked_at for matrix in record.matrices]
         tables = [getattr(matrix.subspaces, side) for matrix in matrices if matrix.subspaces]
         stack = np.array(tables, dtype=float).reshape(-1, len(self.models), len(self.models))
-        return _with_none(np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan))
+        return np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan)
 
 
-def _with_none(values: np.ndarray) -> list[Values]:
-    return [[None if math.isnan(value) else value for value in row] for row in values.tolist()]
-
-
-def summarize(report: Report) -> dict[str, Any]:
-    """Return numbers, and the sentences that the page begins with: what `summary.json` holds."""
-    return {
-        "method": report.name,
-        "about": report.about,
-        "citations": report.citations,
-        "experts": report.models,
-        "tensors": len(report.records),
-        "matrices": dict(Counter(report.matrices.rule)),
-        "skipped": report.skipped,
-        "norm": report.norms,
-        "relative_size": report.relative_sizes,
-        "cosine": report.cosines,
-        "heterogeneous": sum(report.having("heterogeneous").heterogeneous),
-        "refined": sum(report.having("refined").refined),
-        "largest_ridge": max(report.having("ridge").ridge, default=None),
-        "largest_amplification": max(report.having("amplification").amplification, default=None),
-        "sentences": list(_sentences(report)),
-    }
-
-
-def _sentences(report: Report) -> Iterator[str]:
-    """Yield the summary, most important first."""
+def summarize(report: Report) -> Iterator[str]:
+    """Yield what a report says in words, most important first."""
     rules = Counter(report.matrices.rule).most_common()
     parts = [f"{count} {report.rules.get(rule, rule)}" for rule, count in rules]
     experts = _count(len(report.models), "expert")
@@ -225,15 +190,15 @@ def _of_experts(report: Report) -> Iterator[str]:
     for name, norm, size in zip(report.experts, report.norms, report.relative_sizes, strict=True):
         if norm == 0:
             yield f"{name} does not differ from the base at all: is it the right checkpoint?"
-        elif size is not None and size > FAR:
-            yield (
-                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
-                "from this base?"
-            )
-        if 0 < norm < WEAK * strongest:
+        elif norm < WEAK * strongest:
             yield (
                 f"{name} has moved {strongest / norm:.0f} times less than the strongest expert; "
                 "what it learned is easily lost in a merge."
+            )
+        if size > FAR:
+            yield (
+                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
+                "from this base?"
             )
     layers = report.shares.dropna(subset="layer")
     squares = layers.pivot_table("tau", "layer", "expert", "sum").reindex(columns=report.experts)
@@ -250,7 +215,7 @@ def _of_experts(report: Report) -> Iterator[str]:
             "another precision."
         )
     for (a, one), (b, other) in combinations(enumerate(report.experts), 2):
-        cosine = report.cosines[a][b] or 0.0
+        cosine = report.cosines[a, b]
         if cosine > ALIKE:
             yield (
                 f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): together they "

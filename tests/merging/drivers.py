@@ -16,7 +16,6 @@ from mergekit.options import MergeOptions
 from tqdm import tqdm
 
 from mergekit_ace.merging import workers
-from mergekit_ace.merging.plan import MergeSettings
 from mergekit_ace.merging.run import run_shards
 
 SHARD_BYTES = 6_000
@@ -36,7 +35,7 @@ def drive(config: Path, out: Path, bars_locked: bool) -> None:
     options = MergeOptions(out_shard_size=SHARD_BYTES, quiet=True)
     if bars_locked:
         tqdm.get_lock().acquire()
-    run_shards(config, str(out), options, MergeSettings(workers=2))
+    run_shards(config, out, options, workers=2)
 
 
 def errors_file(out: Path) -> Path:

@@ -39,12 +39,12 @@ NO_LINE = "of {path} is not the line of a report: "
         (lambda text: text[:-40], f"line 3 {NO_LINE}Invalid JSON: EOF"),
         (lambda text: text[:200] + text[300:], f"line 1 {NO_LINE}"),
         (lambda text: "7\n", f"line 1 {NO_LINE}Input should be an obj"),
-        (lambda text: "", "{path} has no lines: no tensor was merged"),
+        (lambda text: "", "no tensor was compared: give the report of a finished merge"),
         (
             lambda text: text + json.dumps(made_line("b", [1.0, 2.0], method="tsv_m")),
-            "{path} holds lines of several merges, by ace and tsv_m; keep those of one",
+            "the report is of several merges, by ace and tsv_m; keep those of one",
         ),
-        (lambda text: json.dumps(SKIPPED | {"skipped": "why"}), "no tensor could be compared"),
+        (lambda text: json.dumps(SKIPPED | {"skipped": "why"}), "no tensor was compared"),
     ],
 )
 def test_files_that_are_no_reports(tmp_path, change, message):
@@ -148,7 +148,7 @@ WORDS = {  # lines, what they say, and what they do not say
 @pytest.mark.parametrize("case", WORDS)
 def test_what_a_report_says(case):
     lines, words, others = WORDS[case]
-    text = "\n".join(summarize(report_of(lines[::-1]))["sentences"])
+    text = "\n".join(summarize(report_of(lines[::-1])))
     for word in words:
         assert word in text
     for word in others:
@@ -158,25 +158,20 @@ def test_what_a_report_says(case):
 def test_numbers_of_whole_models():
     """Tensors weigh by size; one that an expert lacks counts for the others."""
     names = ["a/final", "b/final"]
-    one = made_line("a.0.weight", [1.0, 1.0], cosine=[[1, 1], [1, 1]], models=names, ridge=0.9)
-    two = made_line("a.1.weight", [9.0, 9.0], models=names, heterogeneous=True, refined=True)
-    three = made_line("a.2.weight", [6.0], models=names[1:], amplification=3.0)
+    one = made_line("a.0.weight", [1.0, 1.0], cosine=[[1, 1], [1, 1]], models=names)
+    two = made_line("a.1.weight", [9.0, 9.0], models=names)
+    three = made_line("a.2.weight", [6.0], models=names[1:])
     report = report_of([one, two, three])
     assert report.experts == names  # the last part does not tell them apart
-    summary = summarize(report)
-    assert summary["norm"] == pytest.approx([math.sqrt(10), 4])
-    assert summary["relative_size"] == pytest.approx([math.sqrt(n / 30000) for n in (10, 16)])
-    assert summary["cosine"][0] == pytest.approx([1, 0.1])
-    assert summary["heterogeneous"] == summary["refined"] == 1
-    assert (summary["largest_ridge"], summary["largest_amplification"]) == (0.9, 3)
+    assert report.norms == pytest.approx([math.sqrt(10), 4])
+    assert report.relative_sizes == pytest.approx([math.sqrt(n / 30000) for n in (10, 16)])
+    assert report.cosines[0] == pytest.approx([1, 0.1])
 
 
 def test_a_merge_tells_less_than_an_inspection():
     """And methods that solve nothing tell of no ridge."""
     lines = layers(2, [1.0, 2.0], method="tsv_m", rule="tsv_m")
     kept = ("tensor", "method", "shape", "layout", "models", "rule", "weight", "tau", "changed")
-    summary = summarize(report_of([{name: line[name] for name in kept} for line in lines]))
-    assert summary["norm"] == pytest.approx([math.sqrt(2), 2])
-    assert summary["largest_ridge"] is summary["largest_amplification"] is None
-    assert summary["relative_size"] == [None, None]
-    assert len(summary["sentences"]) == 1
+    report = report_of([{name: line[name] for name in kept} for line in lines])
+    assert report.norms == pytest.approx([math.sqrt(2), 2])
+    assert len(list(summarize(report))) == 1
