@@ -326,8 +326,7 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 def inspect(config: Path, out: Path, quiet: bool, **given: Any) -> None:
     """Measure all task vectors of a merge, without merging.
 
-    OUT gets the report and its page, report.html. CONFIG is that of the merge. LoRA adapters need
-    --lora-merge-cache, where they are merged into their base.
+    OUT gets the report and its page, report.html. CONFIG is that of the merge.
     """
     from mergekit_ace.report.inspect import run_inspection
 

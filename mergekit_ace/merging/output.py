@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,12 @@ _MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
+def say(plan: PlannedMerge, text: str) -> None:
+    """Print what happens in a merge, unless it is to be quiet."""
+    if not plan.options.quiet:
+        click.echo(text)
+
+
 class Manifest(BaseModel):
     """`merge_manifest.json`: what a result depends on, and which of its files are finished.
 
@@ -77,38 +84,39 @@ class Manifest(BaseModel):
                 f"{path} is damaged, or another version's; --overwrite starts anew"
             ) from error
 
-    def write(self, folder: Path) -> None:
-        """Write the manifest, whole or not at all; it is on the disk when this returns."""
-        text = json.dumps(self.model_dump(), indent=1) + "\n"
-        write_text(folder / MANIFEST_FILE, text, durable=True)
+
+def check_own(folder: Path, *, overwrite: bool) -> None:
+    """Raise a `ConfigError` for a folder that holds what no merge has written.
+
+    With `overwrite`, a model may be there, which is dropped.
+    """
+    for path in map(folder.joinpath, (SCRATCH_FOLDER, LOCK_FILE, MORE_TEMPLATES)):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link, whose target would be changed; remove it")
+    if not folder.is_dir() or (folder / MANIFEST_FILE).exists():
+        return
+    killed = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # what a kill leaves
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in killed)
+    model = [name for name in foreign if any(fnmatch(name, part) for part in (*_MARKS, *_WEIGHTS))]
+    if foreign and not (model and overwrite):
+        raise ConfigError(
+            f"{folder} holds {'a model that is' if model else 'files that are'} none of a merge "
+            f"({', '.join((model or foreign)[:3])}); choose a directory that is new or empty"
+            f"{', or --overwrite' if model else ''}"
+        )
 
 
+@dataclass(frozen=True)
 class OutputFolder:
-    """The directory that a merge writes to; what is unfinished is below `scratch` in it."""
+    """The directory that a merge writes to, and which nobody else does."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(os.path.abspath(path))
-        self.scratch = self.path / SCRATCH_FOLDER
+    path: Path
+    manifest: Manifest
 
-    def check_own(self, *, overwrite: bool) -> None:
-        """Raise a `ConfigError` for a folder that holds what no merge has written.
-
-        With `overwrite`, a model may be there, which is dropped.
-        """
-        for path in map(self.path.joinpath, (SCRATCH_FOLDER, LOCK_FILE, MORE_TEMPLATES)):
-            if path.is_symlink():
-                raise ConfigError(f"{path} is a link, whose target would be changed; remove it")
-        if not self.path.is_dir() or (self.path / MANIFEST_FILE).exists():
-            return
-        killed = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # what a kill leaves
-        foreign = sorted(path.name for path in self.path.iterdir() if path.name not in killed)
-        model = [n for n in foreign if any(fnmatch(n, part) for part in (*_MARKS, *_WEIGHTS))]
-        if foreign and not (model and overwrite):
-            raise ConfigError(
-                f"{self.path} holds {'a model that is' if model else 'files that are'} none of a "
-                f"merge ({', '.join((model or foreign)[:3])}); choose a directory that is new or "
-                f"empty{', or --overwrite' if model else ''}"
-            )
+    @property
+    def scratch(self) -> Path:
+        """Where everything is that is not finished."""
+        return self.path / SCRATCH_FOLDER
 
     def check_inputs(self, read: Iterable[Path], reports: Iterable[str]) -> None:
         """Raise a `ConfigError` for what the merge reads that lies here, itself or by a link.
@@ -126,14 +134,12 @@ class OutputFolder:
                         f"{self.path}; move it, or choose another directory"
                     )
 
-    def find_finished(
-        self, plan: PlannedMerge, manifest: Manifest, shards: Sequence[Shard]
-    ) -> set[str]:
+    def find_finished(self, plan: PlannedMerge, shards: Sequence[Shard]) -> set[str]:
         """Forget what is no longer what it was, and return what somebody has edited; say both.
 
         Weights and their index are made again where they differ, other files stay.
         """
-        sizes = {shard.file: shard.bytes for shard in shards}
+        manifest, sizes = self.manifest, {shard.file: shard.bytes for shard in shards}
         edited = set()
         for name, recorded in list(manifest.files.items()):
             path = self.path / name
@@ -159,7 +165,7 @@ class OutputFolder:
         say(plan, f"{len(finished)} of {len(shards)} shards are finished and kept")
         return edited
 
-    def begin(self, manifest: Manifest, *, overwrite: bool, kept: Collection[str]) -> None:
+    def begin(self, *, overwrite: bool, kept: Collection[str]) -> None:
         """Let the directory no longer look like a model, and remove what killed workers have left.
 
         With `overwrite`, drop the model, or the unfinished merge, that is there.
@@ -173,10 +179,16 @@ class OutputFolder:
             shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir(exist_ok=True)
-        manifest.complete = False
-        manifest.write(self.path)
+        self.enter({}, complete=False)
 
-    def enter(self, manifest: Manifest, shard: Shard, result: ShardResult) -> None:
+    def enter(self, hashes: Mapping[str, str], *, complete: bool) -> None:
+        """Enter finished files into the manifest; it is on the disk when this returns."""
+        self.manifest.files.update(hashes)
+        self.manifest.complete = complete
+        text = json.dumps(self.manifest.model_dump(), indent=1) + "\n"
+        write_text(self.path / MANIFEST_FILE, text, durable=True)
+
+    def take(self, shard: Shard, result: ShardResult) -> None:
         """Give a shard its name, and append its lines to the reports.
 
         A kill before it is in the manifest lets lines be written twice; readers take the last ones.
@@ -186,8 +198,7 @@ class OutputFolder:
             write_text(path, before + Path(lines).read_text("utf-8"), durable=True)
         if result.path:
             self.move_in(Path(result.path), shard.file)
-        manifest.files[shard.file] = result.sha256
-        manifest.write(self.path)
+        self.enter({shard.file: result.sha256}, complete=False)
         for left in self.scratch.glob(f"{shard.file}-*"):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -197,68 +208,61 @@ class OutputFolder:
         os.replace(source, self.path / name)
         flush_to_disk(self.path)
 
+    def complete(
+        self,
+        plan: PlannedMerge,
+        tokenizer: TokenizerInfo | None,
+        shards: Sequence[Shard],
+        kept: Collection[str],
+    ) -> None:
+        """Make finished shards a model, with all that is beside weights.
 
-def say(plan: PlannedMerge, text: str) -> None:
-    """Print what happens in a merge, unless it is to be quiet."""
-    if not plan.options.quiet:
-        click.echo(text)
-
-
-def complete_model(
-    folder: OutputFolder,
-    plan: PlannedMerge,
-    tokenizer: TokenizerInfo | None,
-    shards: Sequence[Shard],
-    kept: Collection[str],
-) -> dict[str, str]:
-    """Make finished shards a model, with all that is beside weights; return hashes by file.
-
-    The files are written below `.merging/` and then moved into place, `config.json` last, but for
-    those that are kept.
-    """
-    staging = folder.scratch / "complete"
-    staging.mkdir()
-    stored: dict[str, TensorHeader] = {}  # not all that were planned need be there
-    for shard in shards:
-        path = folder.path / shard.file
-        headers = read_file_header(path) if path.exists() else {}
-        stored |= {name: headers[name] for name in shard.sizes if name in headers}
-    if len(shards) > 1:
-        total = sum(header.bytes for header in stored.values())
-        index = {
-            "metadata": {"total_size": total, "mergekit_version": version("mergekit")},
-            "weight_map": {name: Path(header.file).name for name, header in stored.items()},
-        }
-        (staging / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
-    if tokenizer is not None:
-        built, multiple = tokenizer.tokenizer, plan.vocabulary_multiple
-        _update_config_vocab(plan.out_config, plan.architecture, built, multiple)
-        _set_chat_template(built, plan.config)
-        built.save_pretrained(staging)
-    _untie_head(plan, stored)
-    plan.out_config.save_pretrained(staging)
-    if plan.options.write_model_card:
-        (staging / "README.md").write_text(_model_card(plan, folder.path.name), "utf-8")
-        (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
-    # mergekit would merge an adapter to copy files from it
-    donor = plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
-    if tokenizer is None and plan.options.copy_tokenizer:
-        try:
-            _copy_tokenizer(donor, str(staging), plan.options)
-        except Exception as error:  # as mergekit: the weights are worth keeping without it
-            _LOG.error("The result has no tokenizer, as none can be copied: %s", error)
-    along = plan.architecture.tagalong_files or []
-    _copy_tagalong_files(donor, str(staging), along, plan.options)
-    add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
-    files = [path for path in staging.rglob("*") if path.is_file()]
-    names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
-    hashes = {}
-    for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
-        flush_to_disk(staging / name)
-        hashes[name] = sha256(staging / name)
-    for name in hashes:
-        folder.move_in(staging / name, name)
-    return hashes
+        The files are written below `.merging/` and then moved into place, `config.json` last; those
+        that are `kept` are not.
+        """
+        staging = self.scratch / "complete"
+        staging.mkdir()
+        stored: dict[str, TensorHeader] = {}  # not all that were planned need be there
+        for shard in shards:
+            path = self.path / shard.file
+            headers = read_file_header(path) if path.exists() else {}
+            stored |= {name: headers[name] for name in shard.sizes if name in headers}
+        if len(shards) > 1:
+            total = sum(header.bytes for header in stored.values())
+            index = {
+                "metadata": {"total_size": total, "mergekit_version": version("mergekit")},
+                "weight_map": {name: Path(header.file).name for name, header in stored.items()},
+            }
+            (staging / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+        if tokenizer is not None:
+            built, multiple = tokenizer.tokenizer, plan.vocabulary_multiple
+            _update_config_vocab(plan.out_config, plan.architecture, built, multiple)
+            _set_chat_template(built, plan.config)
+            built.save_pretrained(staging)
+        _untie_head(plan, stored)
+        plan.out_config.save_pretrained(staging)
+        if plan.options.write_model_card:
+            (staging / "README.md").write_text(_model_card(plan, self.path.name), "utf-8")
+            (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
+        # mergekit would merge an adapter to copy files from it
+        donor = plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
+        if tokenizer is None and plan.options.copy_tokenizer:
+            try:
+                _copy_tokenizer(donor, str(staging), plan.options)
+            except Exception as error:  # as mergekit: the weights are worth keeping without it
+                _LOG.error("The result has no tokenizer, as none can be copied: %s", error)
+        along = plan.architecture.tagalong_files or []
+        _copy_tagalong_files(donor, str(staging), along, plan.options)
+        add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
+        files = [path for path in staging.rglob("*") if path.is_file()]
+        names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
+        hashes = {}
+        for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
+            flush_to_disk(staging / name)
+            hashes[name] = sha256(staging / name)
+        for name in hashes:
+            self.move_in(staging / name, name)
+        self.enter(hashes, complete=True)
 
 
 def _untie_head(plan: PlannedMerge, stored: dict[str, TensorHeader]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked
-from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, complete_model, say
+from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, check_own, say
 from mergekit_ace.merging.plan import fingerprint, input_files, plan_run
 from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
@@ -52,7 +53,7 @@ def run_shards(
         strict: stop at errors of the check before and after the merge.
         unplanned: treatment of tensors that mergekit's architecture does not plan.
     """
-    start, folder = time.monotonic(), OutputFolder(out)
+    start, path = time.monotonic(), Path(os.path.abspath(out))
     if options.multi_gpu or options.async_write or options.write_threads != 1:
         raise ConfigError(
             "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process; give "
@@ -60,48 +61,42 @@ def run_shards(
         )
     if not options.safe_serialization:
         raise ConfigError("a result is written in safetensors: leave out --no-safe-serialization")
-    folder.check_own(overwrite=overwrite)
-    busy = ConfigError(f"another run is writing to {folder.path}; wait for it")
-    with locked(folder.path, LOCK_FILE, busy), own_loaders():
-        known = None if overwrite else Manifest.read(folder.path)
+    check_own(path, overwrite=overwrite)
+    busy = ConfigError(f"another run is writing to {path}; wait for it")
+    with locked(path, LOCK_FILE, busy), own_loaders():
+        known = None if overwrite else Manifest.read(path)
         plan, checkpoints = plan_run(config, options, unplanned, strict=strict)
-        manifest = Manifest(identity=fingerprint(plan))
-        if known and (changed := differences(known.identity, manifest.identity)):
+        identity = fingerprint(plan)
+        if known and (changed := differences(known.identity, identity)):
             raise ConfigError(
-                f"{folder.path} holds a merge that cannot be resumed; changed since it was begun: "
+                f"{path} holds a merge that cannot be resumed; changed since it was begun: "
                 f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
                 "begin anew"
             )
-        manifest = known or manifest
+        folder = OutputFolder(path, known or Manifest(identity=identity))
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
         tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None
         shards = divide_into_shards(plan, checkpoints, tokenizer)
-        edited = folder.find_finished(plan, manifest, shards) if known else set()
-        todo = [shard for shard in shards if shard.file not in manifest.files]
-        if not manifest.complete:
+        edited = folder.find_finished(plan, shards) if known else set()
+        todo = [shard for shard in shards if shard.file not in folder.manifest.files]
+        if not folder.manifest.complete:
             memory = estimate_merge(plan, checkpoints).memory if ray else 0
             job = MergeJob(options, plan.tokenizer_task, tokenizer, str(folder.scratch))
             count, address = (workers, ray) if todo else (1, None)
             compute = find_workers(job, count, address, memory)  # before anything is dropped
-            folder.begin(manifest, overwrite=overwrite, kept=edited)
-            _compute(folder, plan, manifest, todo, compute)
-            manifest.files |= complete_model(folder, plan, tokenizer, shards, edited)
-            manifest.complete = True
-            manifest.write(folder.path)
+            folder.begin(overwrite=overwrite, kept=edited)
+            _compute(folder, plan, todo, compute)
+            folder.complete(plan, tokenizer, shards, edited)
         shutil.rmtree(folder.scratch, ignore_errors=True)
-        _check_result(folder.path, plan, strict=strict)
+        _check_result(path, plan, strict=strict)
         took = tqdm.format_interval(round(time.monotonic() - start))
         made = f"{len(todo)} shard{'s' * (len(todo) > 1)} in {took}; " if todo else ""
-        say(plan, f"{made}{folder.path} is complete")
+        say(plan, f"{made}{path} is complete")
     return plan
 
 
 def _compute(
-    folder: OutputFolder,
-    plan: PlannedMerge,
-    manifest: Manifest,
-    todo: Sequence[Shard],
-    compute: Compute,
+    folder: OutputFolder, plan: PlannedMerge, todo: Sequence[Shard], compute: Compute
 ) -> None:
     """Have shards computed, and enter them; nobody else touches the directory and the manifest."""
     needed, free = sum(shard.bytes for shard in todo), shutil.disk_usage(folder.path).free
@@ -118,10 +113,9 @@ def _compute(
                 check_references(plan.config.referenced_models())  # names a file that is the cause
                 raise ConfigError(
                     f"{shard.file}: {result.error}\nWhat is finished is kept: give the same "
-                    "command again once the cause is gone. If a model or the config has to change "
-                    "for that, give --overwrite instead, which begins anew"
+                    "command again, or, with another model or config, --overwrite to begin anew"
                 )
-            folder.enter(manifest, shard, result)
+            folder.take(shard, result)
             for text, count in result.notices.items():
                 notice(text, count)
             done += shard.bytes

@@ -14,10 +14,8 @@ import click
 import torch
 from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task
-from mergekit.io.tasks import LoaderCache
-from mergekit.merge_methods.base import ParameterScope, TensorEntry, TensorGroup, TensorMetadata
+from mergekit.merge_methods.base import ParameterScope, TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from torch import Tensor
@@ -29,11 +27,9 @@ from mergekit_ace.algebra.inspection import (
     evenly_spaced,
 )
 from mergekit_ace.algebra.task_vectors import TensorRecord
-from mergekit_ace.check.models import check_dtypes, check_tensors
-from mergekit_ace.files.checkpoints import check_references
-from mergekit_ace.files.models import read_checkpoint
-from mergekit_ace.files.quantised import open_quantised
+from mergekit_ace.files.models import own_loaders
 from mergekit_ace.files.saving import write_text
+from mergekit_ace.merging.plan import plan_run
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
@@ -42,8 +38,8 @@ from mergekit_ace.methods.base import (
     first_that_fits,
 )
 from mergekit_ace.methods.report_lines import Record, tensor_record
-from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, plan_merge, read_merge_config
+from mergekit_ace.naming import ConfigError, natural_order, without_numbers
+from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.record import Report, summarize
 
@@ -64,20 +60,22 @@ def run_inspection(
             f"{folder} holds another inspection. Choose another folder, or --overwrite to drop it"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    merge, source = read_merge_config(config)
-    plan = _plan_models(merge, source, options)
-    planned = {tensor.name: tensor.task for tensor in plan.tensors}
-    selected = select(planned, tensors, sample)
-    # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-    tasks: list[Task] = [InspectTensor(**vars(planned[name])) for name in selected]
-    executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
-    work = (record for _, record in executor.run(quiet=True))
-    bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
-    records = sorted(bar, key=lambda record: natural_order(record.name))
+    with own_loaders():
+        plan, _ = plan_run(config, options, "merge", strict=True)
+        planned = {tensor.name: tensor.task for tensor in plan.tensors}
+        if all(task.base_model is None for task in planned.values()):
+            raise ConfigError("there is no base model to compare with; add a line base_model:")
+        selected = select(planned, tensors, sample)
+        # by mergekit's own executor, which reads, moves and frees tensors as in a merge
+        tasks: list[Task] = [InspectTensor(**vars(planned[name])) for name in selected]
+        executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
+        work = (record for _, record in executor.run(quiet=True))
+        bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
+        records = sorted(bar, key=lambda record: natural_order(record.name))
     report, page, lines = Report(records), folder / "report.html", folder / "report.jsonl"
     lines.unlink(missing_ok=True)  # it belongs to the former page
     some = "" if len(selected) == len(planned) else f", {len(selected)} looked at"
-    about = f"Base model {merge.base_model}; {len(planned)} tensors{some}. Before the merge."
+    about = f"Base model {plan.config.base_model}; {len(planned)} tensors{some}. Before the merge."
     write_page(report, page, about)
     texts = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
     write_text(lines, "".join(texts))
@@ -101,28 +99,6 @@ def select(names: Iterable[str], filters: Sequence[str], sample: int | None) -> 
     return [chosen[n] for n in evenly_spaced(len(chosen), sample or len(chosen))]
 
 
-def _plan_models(config: MergeConfiguration, source: str, options: MergeOptions) -> PlannedMerge:
-    """Return the plan of a merge of full models, which are stored in a way that can be compared."""
-    adapters = [str(model.lora) for model in config.referenced_models() if model.lora]
-    if adapters and not options.lora_merge_cache:
-        raise ConfigError(
-            f"inspect compares full models, and {listed(adapters)} are adapters; add "
-            "--lora-merge-cache DIR --lora-merge-dtype float32, to merge them into their base there"
-        )
-    check_references(config.referenced_models())
-    LoaderCache().setup(options)
-    open_quantised(config.referenced_models())
-    plan = plan_merge(config, source, options)
-    checkpoints = {model: read_checkpoint(model) for model in plan.config.referenced_models()}
-    dtypes, tensors = check_dtypes(checkpoints, config), check_tensors(plan.tensors, checkpoints)
-    for finding in (*dtypes, *tensors):
-        if finding.level == "error":
-            raise ConfigError(f"{finding.message}; {finding.remedy}")
-    if config.base_model is None and all(tensor.base is None for tensor in plan.tensors):
-        raise ConfigError("there is no base model to compare with; add a line base_model:")
-    return plan
-
-
 class InspectTensor(ExecuteMergeMethodTask):
     """In the place of mergekit's merge of one tensor: the same inputs, the record of a report."""
 
@@ -136,10 +112,12 @@ class InspectTensor(ExecuteMergeMethodTask):
         base = tensors[planned.base]
         if not base.is_floating_point():
             return _skipped(planned, "it holds no floating-point numbers")
-        entries = [TensorEntry(m, tensors[m], is_base=m == planned.base) for m in present]
-        metadata = TensorMetadata.from_weight_info(self.output_weight)
-        group = TensorGroup(tuple(entries), metadata)
-        group.validate_tensors()
+        group = TensorGroup.from_tensors(
+            [tensors[model] for model in present],
+            ids=present,
+            base_index=present.index(planned.base),
+            name=planned.name,
+        )
         check_finite("inspect", group)
         method, parameters = _deciding_method(planned)
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim)

@@ -62,8 +62,8 @@ class Driver:
         except psutil.NoSuchProcess:
             return []
 
-    def kill_worker(self) -> None:
-        for worker in self.workers()[:1]:
+    def kill_workers(self, most: int | None = None) -> None:
+        for worker in self.workers()[:most]:
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
 

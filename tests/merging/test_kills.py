@@ -96,7 +96,7 @@ def test_workers(merge):
     for shards in range(KILLS):
         out, driver = begin(merge)
         wait_for(driver, out, shards)
-        driver.kill_worker()
+        driver.kill_workers(1)
         before = finished(out)
         assert driver.end() == 0
         check(merge, out, before)
@@ -110,7 +110,7 @@ def test_workers_that_always_die(merge):
     """The run ends, says why, and keeps what is finished."""
     out, driver = begin(merge)
     while driver.process.is_alive():
-        driver.kill_worker()
+        driver.kill_workers()
         time.sleep(0.002)
     assert driver.end() == 1
     assert "3 times a worker died: out of memory, or killed" in errors_file(out).read_text()

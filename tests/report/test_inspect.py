@@ -193,11 +193,8 @@ def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspe
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
 
 
-def test_adapters_are_looked_at_in_full_models(tmp_path, inspect):
+def test_adapters(tmp_path, inspect):
     paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"], "lora_alpha": 4})
-    config = config_of(paths, "ace")
-    assert f"{paths[1]} are adapters; add --lora-merge-cache" in inspect(config, fails=True)
-    flags = "--lora-merge-cache", str(tmp_path / "cache"), "--lora-merge-dtype", "float32"
-    line = lines_of(inspect(config, *flags))[QUERY]
+    line = lines_of(inspect(config_of(paths, "ace")))[QUERY]
     change = read_adapter(paths[1], tiny_llama().to("meta")).changes[QUERY]
     assert line["tau"] == pytest.approx([change.factors().energy], rel=1e-4)
