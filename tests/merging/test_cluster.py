@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -14,17 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints import ace_config
-from sharded import (
-    SHARDS,
-    assert_same,
-    command,
-    finished,
-    refusal,
-    save_llamas,
-    save_speakers,
-    tensors_of,
-    write_config,
-)
+from sharded import SHARDS, assert_same, command, finished, tensors_of, write_config
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +68,12 @@ def kill_workers_and_a_node(cluster) -> int:
     return len(found)
 
 
-def test_two_nodes(cluster, tmp_path, monkeypatch):
+def test_two_nodes(cluster, tmp_path, speakers, monkeypatch):
     """Workers die, one of them with its node; their shards are computed on the first node."""
     monkeypatch.chdir(tmp_path)
-    paths = [Path(path).name for path in save_speakers(tmp_path)]
     report = tmp_path / "report.jsonl"
     settings = ace_config(
-        [f"./{path}" for path in paths],
+        [os.path.relpath(path) for path in speakers],
         tokenizer={"source": "base"},
         parameters={"report": str(report)},
     )
@@ -99,22 +89,24 @@ def test_two_nodes(cluster, tmp_path, monkeypatch):
     assert lines == set(tensors_of(out))
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
-def test_without_a_cluster(tmp_path, monkeypatch, address):
-    if address == "auto":  # and without Ray
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "there is no Ray cluster at 127.0.0.1:1"),
+        ("auto", "--ray needs: pip install ray"),
+    ],
+)
+def test_without_a_cluster(tmp_path, llamas, merge, monkeypatch, address, message):
+    if address == "auto":
         monkeypatch.setitem(sys.modules, "ray", None)
-    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
-    text = refusal(config, tmp_path / "out", "--ray", address)
-    assert ("pip install ray" in text) == (address == "auto")
-    assert ("there is no Ray cluster at 127.0.0.1:1" in text) == (address != "auto")
-    assert not (tmp_path / "out").exists()
+    assert message in merge(ace_config(llamas), "--ray", address, code=1)
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("flags", [("-j", 5), ("--device", "cuda")])
-def test_a_cluster_without_room(cluster, tmp_path, monkeypatch, flags):
+def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, flags):
     """The merge would wait for ever."""
     monkeypatch.setattr("torch.get_num_threads", lambda: 5)
-    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
-    text = refusal(config, tmp_path / "out", "--ray", cluster.address, *flags)
+    text = merge(ace_config(llamas), "--ray", cluster.address, *flags, code=1)
     assert "no node of the cluster has room for a worker" in text
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "merged").exists()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import resource
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from sharded import (
     SHARDS,
     assert_same,
     command,
+    contents,
     finished,
     linear,
     refusal,
@@ -29,55 +32,84 @@ from mergekit_ace.merging import workers
 
 
 @pytest.fixture
-def config(tmp_path) -> Path:
-    return write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+def config(tmp_path, llamas) -> Path:
+    return write_config(tmp_path / "merge.yml", ace_config(llamas))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, llamas) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder / "merge.yml", ace_config(llamas))
+    command(config, folder / "merged", *SHARDS)
+    return folder / "merged"
 
 
 @pytest.fixture
-def whole(tmp_path, config) -> Path:
-    command(config, tmp_path / "whole" / "merged", *SHARDS)
-    return tmp_path / "whole" / "merged"
+def own(tmp_path) -> tuple[Path, Path]:
+    """A config of models that a test may damage, and the largest file of an expert."""
+    config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
+    return config, max(Path(tmp_path, "expert1").glob("*.safetensors"))
 
 
-@pytest.fixture
-def weights(tmp_path) -> Path:
-    """The largest file of an expert."""
-    return max(Path(tmp_path, "expert1").glob("*.safetensors"))
-
-
-def test_a_full_disk_is_known_before(tmp_path, config, monkeypatch):
-    """A merge that is done needs no room."""
+def test_a_full_disk_is_known_before(llamas, merge, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    text = refusal(config, tmp_path / "merged", *SHARDS)
+    text = merge(ace_config(llamas), *SHARDS, code=1)
     assert "needs 0.0 GB more, and its disk has 0.0 GB free" in text
-    monkeypatch.undo()
-    command(config, tmp_path / "merged", *SHARDS)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert "is complete" in command(config, tmp_path / "merged", *SHARDS)
 
 
-def test_a_disk_that_is_full_by_then(tmp_path, config, whole):
+@contextmanager
+def small_files() -> Iterator[None]:
     """No file of more than 10.7 kB can be written: the first four shards have less."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, hard))
     try:
-        text = refusal(config, tmp_path / "merged", *SHARDS)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    assert "File too large" in text
-    assert "give the same command again" in text
-    before = finished(tmp_path / "merged")
-    assert before
-    assert not (tmp_path / "merged" / "config.json").exists()
-    command(config, tmp_path / "merged", *SHARDS)
-    after = finished(tmp_path / "merged")
+
+
+@contextmanager
+def bad_luck() -> Iterator[None]:
+    """The fifth shard fails."""
+    taken = iter(range(4))
+
+    def fail():
+        if next(taken, None) is None:
+            raise RuntimeError("no such luck")
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mergekit_ace.merging.shards.take_notices", fail)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("failure", "message", "workers"),
+    [
+        (small_files, "File too large", 1),
+        (bad_luck, ".safetensors: RuntimeError: no such luck", 2),
+    ],
+)
+def test_a_failure(tmp_path, config, whole, failure, message, workers):
+    """What is finished stays; one worker or several compute the rest."""
+    out = tmp_path / "merged"
+    with failure():
+        text = refusal(config, out, *SHARDS)
+    assert message in text
+    assert "What is finished is kept: give the same command again" in text
+    before = finished(out)
+    assert len(before) == 4
+    assert not (out / "config.json").exists()
+    command(config, out, *SHARDS, "--workers", workers)
+    after = finished(out)
     assert {name: after[name] for name in before} == before
-    assert_same(whole, tmp_path / "merged")
+    assert_same(whole, out)
 
 
-def test_an_input_truncated_later(tmp_path, config, weights, monkeypatch):
-    out, stored, original = tmp_path / "merged", weights.read_bytes(), workers.compute_shard
+def test_an_input_truncated_later(tmp_path, own, monkeypatch):
+    (config, weights), out, original = own, tmp_path / "merged", workers.compute_shard
+    stored = weights.read_bytes()
 
     def cut(job, shard, bar):
         if shard.index == 2:
@@ -93,37 +125,14 @@ def test_an_input_truncated_later(tmp_path, config, weights, monkeypatch):
     assert "changed since it was begun: " in refusal(config, out, *SHARDS)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_failure(tmp_path, config, whole, count):
-    """What is finished stays."""
-    out = tmp_path / "merged"
-
-    def fail():
-        if len(finished(out)) == 2:
-            raise RuntimeError("no such luck")
-        return {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mergekit_ace.merging.shards.take_notices", fail)
-        text = refusal(config, out, *SHARDS)
-    assert ".safetensors: RuntimeError: no such luck" in text
-    assert "What is finished is kept: give the same command again" in text
-    assert len(finished(out)) == 2
-    command(config, out, *SHARDS, "--workers", count)
-    assert_same(whole, out)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_flags_that_are_refused(tmp_path, config):
+    for flags, message in (
         (("--multi-gpu",), "with --cuda for a GPU each"),
         (("--async-write",), "with --cuda for a GPU each"),
         (("--write-threads", "2"), "with --cuda for a GPU each"),
         (("--no-safe-serialization",), "leave out --no-safe-serialization"),
-    ],
-)
-def test_flags_that_are_refused(tmp_path, config, flags, message):
-    assert message in refusal(config, tmp_path / "merged", *flags)
+    ):
+        assert message in refusal(config, tmp_path / "merged", *flags)
     text = CliRunner().invoke(main, ["merge", "--help"]).output
     assert "--read-to-gpu" in text
     assert not any(f"--{name.replace('_', '-')}" in text for name in REFUSED_FLAGS)
@@ -138,19 +147,18 @@ def test_sizes_of_shards(tmp_path, config, whole):
 
 
 @pytest.mark.parametrize(("method", "key"), [("ace", "dtype"), ("task_arithmetic", "out_dtype")])
-def test_a_result_beyond_float16(tmp_path, method, key):
+def test_a_result_beyond_float16(tmp_path, llamas, merge, method, key):
     """mergekit-yaml would write Inf for `out_dtype`, and for its own methods."""
-    paths = save_llamas(tmp_path)
     parameters = {"lambda": 1e8, **({"weight": 1} if method == "task_arithmetic" else {})}
-    config = ace_config(paths, merge_method=method, parameters=parameters, **{key: "float16"})
-    text = refusal(write_config(tmp_path / "merge.yml", config), tmp_path / "merged", *SHARDS)
-    assert "bfloat16" in text
+    config = ace_config(llamas, merge_method=method, parameters=parameters, **{key: "float16"})
+    assert "bfloat16" in merge(config, *SHARDS, code=1)
     assert not list(tmp_path.glob("merged/*.safetensors"))
 
 
 @pytest.mark.parametrize(("method", "workers"), [("linear", 1), ("ace", 2)])
-def test_nan(tmp_path, config, whole, weights, method, workers):
+def test_nan(tmp_path, own, whole, method, workers):
     """Also one that a method of mergekit lets through; the remedy that is printed works."""
+    config, weights = own
     out, good = tmp_path / "merged", weights.read_bytes()
     if method == "linear":
         write_config(config, linear([str(tmp_path / name) for name in ("base", "expert1")]))
@@ -159,11 +167,10 @@ def test_nan(tmp_path, config, whole, weights, method, workers):
     bad = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
     save_file(bad, weights, {"format": "pt"})
     text = refusal(config, out, *SHARDS, "--workers", workers)
-    assert name in text
-    assert "NaN" in text
-    assert "give --overwrite instead, which begins anew" in text
+    assert all(part in text for part in (name, "NaN", "--overwrite to begin anew"))
     weights.write_bytes(good)
     assert "changed since it was begun: " in refusal(config, out, *SHARDS)
     command(config, out, *SHARDS, "--overwrite", "--workers", workers)
     if method == "ace":
-        assert_same(whole, out)
+        shards = [{n: d for n, d in contents(one).items() if ".safe" in n} for one in (whole, out)]
+        assert shards[0] == shards[1]

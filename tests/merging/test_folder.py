@@ -27,11 +27,12 @@ def config(tmp_path, family) -> Path:
     return write_config(tmp_path / "merge.yml", linear(family))
 
 
-def test_an_input_is_not_overwritten(config, family):
-    """Whatever is asked for: the model that is merged stays."""
-    before = contents(Path(family[-1]))
-    assert "might be replaced by its result" in refusal(config, family[-1], "--overwrite")
-    assert contents(Path(family[-1])) == before
+def refused(config: Path, out: Path | str) -> str:
+    """What is said to a merge that is refused in spite of --overwrite, and changes nothing."""
+    before = contents(Path(out))
+    text = refusal(config, out, "--overwrite")
+    assert contents(Path(out)) == before
+    return text
 
 
 def test_a_model_is_not_overwritten_unasked(tmp_path, config):
@@ -48,47 +49,38 @@ def test_a_model_is_not_overwritten_unasked(tmp_path, config):
 def test_a_folder_of_other_files_is_refused(tmp_path, config, monkeypatch):
     """Such as that in which the command is given."""
     (tmp_path / "README.md").write_text("By hand.")
-    before = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
-    text = refusal(config, ".", "--overwrite")
+    text = refused(config, ".")
     assert "holds files that are none of a merge (README.md, merge.yml)" in text
     assert "choose a directory that is new or empty" in text
-    assert contents(tmp_path) == before
 
 
-def test_a_coefficient_file_in_the_output(tmp_path, family):
-    out = tmp_path / "out"
-    out.mkdir()
-    file = out / "coefficients.safetensors"
-    make_file(list(tiny_llama().state_dict()), family[1:]).save(file)
-    parameters = {"coefficients": str(file)}
-    settings = ace_config(family, merge_method="statsmerging", parameters=parameters)
-    config, before = write_config(tmp_path / "merge.yml", settings), contents(out)
-    assert f"{file} is needed by the merge" in refusal(config, out, "--overwrite")
-    assert contents(out) == before
-
-
-def test_a_model_whose_files_are_links_into_the_output(tmp_path, family):
-    """A former result, under another name and beside another tokenizer."""
+def test_an_input_in_the_output(tmp_path, config, family):
+    """A model that is merged, or whose files are links, as of a former result; coefficients."""
+    assert "might be replaced by its result" in refused(config, family[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
     shutil.copytree(family[1], out)
     linked.mkdir()
     for path in out.iterdir():
         (linked / path.name).symlink_to(path)
-    config = write_config(tmp_path / "merge.yml", linear([family[0], str(linked)]))
-    before = contents(out)
-    assert "is needed by the merge" in refusal(config, out, "--overwrite")
-    assert contents(out) == before
+    write_config(config, linear([family[0], str(linked)]))
+    assert "is needed by the merge" in refused(config, out)
+    shutil.rmtree(out)
+    out.mkdir()
+    file = out / "coefficients.safetensors"
+    make_file(list(tiny_llama().state_dict()), family[1:]).save(file)
+    parameters = {"coefficients": str(file)}
+    write_config(config, ace_config(family, merge_method="statsmerging", parameters=parameters))
+    assert f"{file} is needed by the merge" in refused(config, out)
 
 
 @pytest.mark.parametrize("name", ["README.md", ".merging/report.jsonl"])
 def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
     out = tmp_path / "out"
     (out / ".merging").mkdir(parents=True)
-    parameters = {"report": str(out / name)}
-    config = write_config(tmp_path / "m.yml", ace_config(family, parameters=parameters))
-    assert f"{out / name} is needed by the merge" in refusal(config, out, "--overwrite")
-    assert not (out / name).exists()
+    settings = ace_config(family, parameters={"report": str(out / name)})
+    config = write_config(tmp_path / "m.yml", settings)
+    assert f"{out / name} is needed by the merge" in refused(config, out)
 
 
 def test_what_may_lie_in_the_output(tmp_path, family):
@@ -110,22 +102,17 @@ def test_links_that_lead_elsewhere(tmp_path, config, name):
     (victim / "one.jinja").write_text("kept")
     out.mkdir()
     (out / name).symlink_to(victim / "one.jinja" if name == LOCK_FILE else victim)
-    assert f"{out / name} is a link" in refusal(config, out, "--overwrite")
+    assert f"{out / name} is a link" in refused(config, out)
     assert (victim / "one.jinja").read_text() == "kept"
 
 
-def test_what_a_kill_has_left_may_be_a_link(tmp_path, config):
+def test_two_runs_into_one_directory(tmp_path, config):
+    """What a kill has left there may be a link."""
     victim, out = tmp_path / "victim", tmp_path / "merged"
     victim.write_text("kept")
     out.mkdir()
     (out / f"{MANIFEST_FILE}.partial").symlink_to(victim)
-    command(config, out)
-    assert victim.read_text() == "kept"
-
-
-def test_two_runs_into_one_directory(tmp_path, config):
-    out = tmp_path / "merged"
-    out.mkdir()
     with FileLock(out / LOCK_FILE):
         assert "another run is writing to" in refusal(config, out, "--overwrite")
     command(config, out)
+    assert victim.read_text() == "kept"

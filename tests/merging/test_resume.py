@@ -26,7 +26,6 @@ from sharded import (
     linear,
     refusal,
     save_llamas,
-    save_speakers,
     write_config,
 )
 
@@ -38,18 +37,23 @@ from mergekit_ace.merging.output import (
     OutputFolder,
 )
 
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory, llamas) -> tuple[Path, Path, Path]:
+    """A config, its result, and the directory of a merge of which two shards are finished."""
+    folder = tmp_path_factory.mktemp("halves")
+    config = write_config(folder / "merge.yml", ace_config(llamas))
+    begin(config, folder / "begun" / "merged")
+    return config, whole(folder, config), folder / "begun" / "merged"
+
 
 @pytest.fixture
-def family(tmp_path) -> list[str]:
-    return save_llamas(tmp_path)
-
-
-@pytest.fixture
-def begun(tmp_path, family) -> tuple[Path, Path]:
-    """A merge of which two shards are finished: its config, its directory."""
-    config = write_config(tmp_path / "merge.yml", ace_config(family))
-    begin(config, tmp_path / "merged")
-    return config, tmp_path / "merged"
+def begun(tmp_path, halves) -> tuple[Path, Path, Path]:
+    """The same, of which a test may change the last."""
+    config, reference, out = halves
+    return config, reference, Path(shutil.copytree(out, tmp_path / "merged"))
 
 
 def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
@@ -59,26 +63,26 @@ def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
     return out
 
 
-def test_it_goes_on(tmp_path, begun):
-    config, out = begun
+def test_it_goes_on(begun):
+    config, reference, out = begun
     assert not (out / "config.json").exists()
-    assert not list(out.glob("*.index.json"))
+    assert not (out / INDEX).exists()
     before = finished(out)
     assert len(before) == 2
     text = command(config, out, *SHARDS, "--lazy-unpickle")  # a flag that changes nothing
     assert f"2 of {len(finished(out))} shards are finished and kept" in text
     assert f"{len(finished(out)) - 2} shards in" in text
     assert {name: finished(out)[name] for name in before} == before
-    assert_same(whole(tmp_path, config), out)
+    assert_same(reference, out)
     assert not (out / SCRATCH_FOLDER).exists()
     assert not (out / LOCK_FILE).exists()
     assert "shards in" not in command(config, out, *SHARDS)
 
 
 def test_overwrite_begins_anew(begun, tmp_path):
-    config, out = begun
+    config, _, out = begun
     before = finished(out)
-    (out / SCRATCH_FOLDER / "shard-left").mkdir()
+    (out / SCRATCH_FOLDER / "shard-left").mkdir(parents=True)
     (out / "additional_chat_templates").mkdir()
     for name in (  # of a result that had them
         "tokenizer.json", "generation_config.json", "additional_chat_templates/tools.jinja",
@@ -95,38 +99,33 @@ def rewrite(path: Path, **changes) -> None:
     path.write_text(json.dumps(yaml.safe_load(path.read_text()) | changes))
 
 
-def other_version(family, config):
-    path = config.parent / "merged" / MANIFEST_FILE
-    identity = json.loads(path.read_text())["identity"]
-    rewrite(path, identity={**identity, "versions": {**identity["versions"], "torch": "0.1"}})
-
-
-CHANGES = {
-    "config.parameters": lambda family, config: rewrite(config, parameters={"epsilon": 0.1}),
-    "flags.random_seed": lambda family, config: None,
-    "base/config.json.1": lambda family, config: os.utime(f"{family[0]}/config.json", ns=(1, 1)),
-    "expert1/model.safetensors": lambda family, config: (
-        shutil.rmtree(family[2]),
-        fine_tuned(tiny_llama(), seed=99).save_pretrained(family[2]),
-    ),
-    "versions.torch": other_version,
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_changed_is_named(begun, family, what):
-    config, out = begun
-    CHANGES[what](family, config)
+def test_what_changed_is_named(tmp_path):
+    """And nothing is touched."""
+    base, _, expert = save_llamas(tmp_path)
+    config = write_config(tmp_path / "merge.yml", ace_config([base, expert]))
+    out = tmp_path / "merged"
+    begin(config, out)
+    identity = json.loads((out / MANIFEST_FILE).read_text())["identity"]
+    os.utime(f"{base}/config.json", ns=(1, 1))
+    shutil.rmtree(expert)
+    fine_tuned(tiny_llama(), seed=99).save_pretrained(expert)
+    rewrite(config, parameters={"epsilon": 0.1})
+    versions = {**identity["versions"], "torch": "0.1"}
+    rewrite(out / MANIFEST_FILE, identity={**identity, "versions": versions})
     before = contents(out)
-    text = refusal(config, out, *SHARDS, "--random-seed", 7 if "seed" in what else 0)
+    text = refusal(config, out, *SHARDS, "--random-seed", 7)
     assert "cannot be resumed; changed since it was begun: " in text
-    assert what in text
+    for name in (
+        "config.parameters", "flags.random_seed", "versions.torch", "base/config.json.1",
+        "expert1/model.safetensors",
+    ):  # fmt: skip
+        assert name in text
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
-def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch, name):
-    config, out = begun
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_a_kill_during_the_last_steps(begun, monkeypatch, name):
+    config, reference, out = begun
     original = OutputFolder.move_in
 
     def move_in(self, source, to):
@@ -141,12 +140,12 @@ def test_a_kill_during_the_last_steps(tmp_path, begun, monkeypatch, name):
     assert not Manifest.read(out).complete
     monkeypatch.undo()
     command(config, out, *SHARDS)
-    assert_same(whole(tmp_path, config), out)
+    assert_same(reference, out)
 
 
-def test_a_joint_tokenizer_begins_anew(tmp_path):
+def test_a_joint_tokenizer_begins_anew(tmp_path, speakers):
     """And says so."""
-    settings = ace_config(save_speakers(tmp_path), tokenizer={"source": "union"})
+    settings = ace_config(speakers, tokenizer={"source": "union"})
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     begin(config, out)
     before = finished(out)
@@ -160,8 +159,9 @@ def lines_of(path: Path) -> list[str]:
     return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
 
 
-def test_a_report_has_every_tensor(tmp_path, family):
+def test_a_report_has_every_tensor(tmp_path):
     """It may lie beside a model, and hold the lines of another merge, which stay."""
+    family = save_llamas(tmp_path)
     report = Path(family[0], "report.jsonl")
     settings = ace_config(family, parameters={"report": str(report)})
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
@@ -175,8 +175,8 @@ def test_a_report_has_every_tensor(tmp_path, family):
     assert lines_of(report) == ["of another merge", *every]
 
 
-def test_random_methods_draw_the_same(tmp_path, family):
-    settings = linear(family[1:], merge_method="dare_ties", base_model=family[0])
+def test_random_methods_draw_the_same(tmp_path, llamas):
+    settings = linear(llamas[1:], merge_method="dare_ties", base_model=llamas[0])
     settings["parameters"] = {"density": 0.5}
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     reference = whole(tmp_path, config)
@@ -192,10 +192,10 @@ def test_random_methods_draw_the_same(tmp_path, family):
 
 
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory) -> tuple[Path, Path]:
+def merged(tmp_path_factory, speakers) -> tuple[Path, Path]:
     """A config with a built tokenizer, and its result."""
     folder = tmp_path_factory.mktemp("merged")
-    settings = ace_config(save_speakers(folder), tokenizer={"source": "base"})
+    settings = ace_config(speakers, tokenizer={"source": "base"})
     config = write_config(folder / "merge.yml", settings)
     return config, whole(folder, config)
 
@@ -206,25 +206,25 @@ def out(merged, tmp_path) -> Path:
     return Path(shutil.copytree(merged[1], tmp_path / "merged"))
 
 
-def change(out: Path, act) -> None:
-    """Change the manifest; `act` gets its content, and the name of the first shard."""
+def enter(out: Path, **files: str | None) -> None:
+    """Change what a manifest says of files; None: they are not in it."""
     content = json.loads((out / MANIFEST_FILE).read_text())
-    act(content["files"], min(finished(out)))
+    named = content["files"] | files
+    content["files"] = {name: digest for name, digest in named.items() if digest is not None}
     (out / MANIFEST_FILE).write_text(json.dumps(content))
 
 
-DAMAGES = {
-    "a hash that is none": lambda files, first: files.update({first: "../../etc"}),
-    "a file that leads out": lambda files, first: files.update({"../stolen": "0" * 64}),
-    "a file that leads out later": lambda files, first: files.update({"a/../../stolen": "0" * 64}),
-    "an absolute file": lambda files, first: files.update({"/stolen": "0" * 64}),
-}
-
-
-@pytest.mark.parametrize("damage", [*DAMAGES, "", "[" * 200_000, '{"format": 4}', '{"format": 1}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"README.md": "../../etc"}, {"../stolen": "0" * 64}, {"a/../../stolen": "0" * 64},
+        {"/stolen": "0" * 64}, "", "[" * 200_000, '{"format": 4}', '{"format": 1}',
+    ],
+)  # fmt: skip
 def test_a_damaged_manifest(merged, out, damage):
-    if damage in DAMAGES:
-        change(out, DAMAGES[damage])
+    """Hashes that are none, files elsewhere, no manifest, another version."""
+    if isinstance(damage, dict):
+        enter(out, **damage)
     else:
         (out / MANIFEST_FILE).write_text(damage)
     before = contents(out.parent)
@@ -233,46 +233,40 @@ def test_a_damaged_manifest(merged, out, damage):
     assert contents(out.parent) == before
 
 
-def flip(out: Path) -> None:
-    """Change the last bit of the first shard."""
-    file = out / min(finished(out))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def remove(*names: str):
-    return lambda out: [(out / name).unlink() for name in names]
-
-
-SHARD_CHANGES = {
-    "other bytes": flip,
-    "gone": lambda out: (out / min(finished(out))).unlink(),
-    "empty hash": lambda out: change(out, lambda files, first: files.update({first: ""})),
-    "not listed": lambda out: change(out, lambda files, first: files.pop(first)),
-}
-OTHER_CHANGES = {
-    "all files beside weights": remove("config.json", "tokenizer.json", "README.md"),
-    "no index": remove("model.safetensors.index.json"),
-    "damaged index": lambda out: (out / "model.safetensors.index.json").write_text("{}"),
-    "unlisted config": lambda out: change(out, lambda files, first: files.pop("config.json")),
-    "unknown file": lambda out: change(out, lambda files, first: files.update({"x": "0" * 64})),
-}
-
-
-@pytest.mark.parametrize("act", [*SHARD_CHANGES, *OTHER_CHANGES])
-def test_what_is_not_what_it_was_is_made_again(merged, out, act):
-    """And nothing else: what is planned counts, and not what the manifest calls complete."""
+def test_shards_that_are_not_what_they_were_are_made_again(merged, out):
+    """And no others: what is planned counts, and not what the manifest calls complete."""
     config, reference = merged
     before = finished(out)
-    (SHARD_CHANGES | OTHER_CHANGES)[act](out)
+    flipped, gone, empty, unlisted = lost = list(before)[:4]
+    content = bytearray((out / flipped).read_bytes())
+    content[-1] ^= 1  # the last bit
+    (out / flipped).write_bytes(content)
+    (out / gone).unlink()
+    enter(out, **{empty: "", unlisted: None})
     text = command(config, out, *SHARDS)
-    said = "is not what it was when it was finished" in text
-    assert said == (act not in ("not listed", "unlisted config"))
-    assert contents(out) == contents(reference)
+    for name in lost:
+        said = f"{name} is not what it was when it was finished: it is made again"
+        assert (said in text) == (name != unlisted)
     after = finished(out)
-    expected = [min(before)] if act in SHARD_CHANGES else []
-    assert [name for name in before if before[name] != after[name]] == expected
+    assert [name for name in before if before[name] != after[name]] == lost
+    assert contents(out) == contents(reference)
+    assert Manifest.read(out) == Manifest.read(reference)
+
+
+@pytest.mark.parametrize("index", ["gone", "damaged"])
+def test_files_beside_weights_are_made_again(merged, out, index):
+    config, reference = merged
+    before = finished(out)
+    for name in ("tokenizer.json", "README.md", INDEX):
+        (out / name).unlink()
+    if index == "damaged":
+        (out / INDEX).write_text("{}")
+    else:
+        (out / "config.json").unlink()
+    enter(out, x="0" * 64, **{"config.json": None})
+    assert f"{INDEX} is not what it was when it was finished" in command(config, out, *SHARDS)
+    assert finished(out) == before
+    assert contents(out) == contents(reference)
     assert Manifest.read(out) == Manifest.read(reference)
 
 
