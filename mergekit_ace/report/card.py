@@ -34,22 +34,20 @@ def markdown_text(text: str) -> str:
 
 def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) -> None:
     """`mergekit-ace card`: write the card's section, complete the files, and check the tensors."""
-    card = folder / "README.md"
-    if lines is not None and not card.is_file():
-        raise ConfigError(f"there is no model card {card}; merge without --no-write-model-card")
-    if not (folder / "mergekit_config.yml").is_file():
-        raise ConfigError(f"{folder} holds no mergekit_config.yml: is it what mergekit wrote?")
-    config, _ = read_merge_config(folder / "mergekit_config.yml")
+    source, card = folder / "mergekit_config.yml", folder / "README.md"
+    if not source.is_file():
+        raise ConfigError(f"there is no {source}; merge by mergekit, without --no-write-model-card")
+    config, _ = read_merge_config(source)
     if lines is not None:
         report = Report(read_records(lines))
         _check_same_merge(folder, config, report)
-        section = "\n\n".join(_section(report, config, seed))
         try:
             known = card.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{card} cannot be read: {error}; save it as UTF-8") from error
         text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL).rstrip()
-        write_text(card, f"{text}\n\n{BEGIN}\n\n{section}\n\n{END}\n")
+        section = "\n\n".join([BEGIN, *_section(report, config, seed), END])
+        write_text(card, f"{text}\n\n{section}\n")
         click.echo(str(card))
     added = add_model_files(config, folder, beside=folder.parent)
     for name, model in added.items():

@@ -31,11 +31,6 @@ from mergekit_ace.cli import REFUSED_FLAGS, main
 from mergekit_ace.merging import workers
 
 
-@pytest.fixture
-def config(tmp_path, llamas) -> Path:
-    return write_config(tmp_path / "merge.yml", ace_config(llamas))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, llamas) -> Path:
     folder = tmp_path_factory.mktemp("whole")
@@ -91,19 +86,18 @@ def bad_luck() -> Iterator[None]:
         (bad_luck, ".safetensors: RuntimeError: no such luck", 2),
     ],
 )
-def test_a_failure(tmp_path, config, whole, failure, message, workers):
+def test_a_failure(tmp_path, llamas, merge, whole, failure, message, workers):
     """What is finished stays; one worker or several compute the rest."""
     out = tmp_path / "merged"
     with failure():
-        text = refusal(config, out, *SHARDS)
+        text = merge(ace_config(llamas), *SHARDS, code=1)
     assert message in text
     assert "What is finished is kept: give the same command again" in text
     before = finished(out)
     assert len(before) == 4
     assert not (out / "config.json").exists()
-    command(config, out, *SHARDS, "--workers", workers)
-    after = finished(out)
-    assert {name: after[name] for name in before} == before
+    merge(ace_config(llamas), *SHARDS, "--workers", workers)
+    assert {name: finished(out)[name] for name in before} == before
     assert_same(whole, out)
 
 
@@ -125,25 +119,22 @@ def test_an_input_truncated_later(tmp_path, own, monkeypatch):
     assert "changed since it was begun: " in refusal(config, out, *SHARDS)
 
 
-def test_flags_that_are_refused(tmp_path, config):
-    for flags, message in (
-        (("--multi-gpu",), "with --cuda for a GPU each"),
-        (("--async-write",), "with --cuda for a GPU each"),
-        (("--write-threads", "2"), "with --cuda for a GPU each"),
-        (("--no-safe-serialization",), "leave out --no-safe-serialization"),
-    ):
-        assert message in refusal(config, tmp_path / "merged", *flags)
+@pytest.mark.parametrize(
+    ("flags", "message", "code"),
+    [
+        (("--multi-gpu",), "with --cuda for a GPU each", 1),
+        (("--async-write",), "with --cuda for a GPU each", 1),
+        (("--write-threads", "2"), "with --cuda for a GPU each", 1),
+        (("--no-safe-serialization",), "leave out --no-safe-serialization", 1),
+        (("--out-shard-size", "1.5GB"), "Invalid value for '--out-shard-size'", 2),
+    ],
+)
+def test_flags_that_are_refused(tmp_path, llamas, merge, flags, message, code):
+    assert message in merge(ace_config(llamas), *flags, code=code)
+    assert not (tmp_path / "merged").exists()
     text = CliRunner().invoke(main, ["merge", "--help"]).output
     assert "--read-to-gpu" in text
     assert not any(f"--{name.replace('_', '-')}" in text for name in REFUSED_FLAGS)
-
-
-def test_sizes_of_shards(tmp_path, config, whole):
-    command(config, tmp_path / "merged", "--out-shard-size", "12k")
-    assert_same(whole, tmp_path / "merged")
-    text = command(config, tmp_path / "none", "--out-shard-size", "1.5GB", code=2)
-    assert "Invalid value for '--out-shard-size'" in text
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(("method", "key"), [("ace", "dtype"), ("task_arithmetic", "out_dtype")])

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config, save_family, tiny_llama
+from checkpoints import ace_config, rewrite, save_family, tiny_llama
 from commands import command
 from measured_files import measured_checkpoints, needs_statistics
 from peft_models import config_of, save_adapters
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
@@ -97,7 +97,8 @@ def test_every_number_against_float64(tmp_path, inspect, scales, branches):
 
 
 def test_another_inspection_in_the_folder(tmp_path, inspect):
-    paths = save_family(tiny_llama(), tmp_path)
+    """It stays where a new one is refused, or fails."""
+    paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
     folder = inspect(ace_config(paths))
     absolute = {"epsilon": 1.0, "epsilon_scale": "absolute", "adaptive_normalization": "never"}
     config = ace_config(paths, parameters=absolute)
@@ -107,9 +108,9 @@ def test_another_inspection_in_the_folder(tmp_path, inspect):
     inspect(config, "--overwrite")
     assert lines_of(folder)[QUERY]["epsilon"] == [1.0, 1.0]
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    file = Path(paths[1]) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors is damaged" in inspect(config, "--overwrite", fails=True)
+    rewrite(paths[1], lambda tensors: tensors[QUERY].fill_(math.nan))
+    message = inspect(config, "--overwrite", fails=True)
+    assert f"{QUERY} of model {paths[1]} contains NaN or Inf" in message
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -126,13 +127,12 @@ def test_filters_and_samples(tmp_path, inspect):
 
 
 def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect):
-    paths = save_family(tiny_llama(), tmp_path)
+    paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
     config = ace_config(paths, merge_method="task_arithmetic", parameters={"weight": 0.5})
-    expected = lines_of(inspect(ace_config(paths), out="ace"))
-    found = lines_of(inspect(config))
-    for field in ("tau", "ridge", "weight"):
-        assert found[QUERY][field] == expected[QUERY][field]
-    assert found[QUERY]["method"] == "task_arithmetic"
+    expected = lines_of(inspect(ace_config(paths), out="ace"))[QUERY]
+    found = lines_of(inspect(config))[QUERY]
+    assert [found[field] == expected[field] for field in ("tau", "ridge", "weight")] == [True] * 3
+    assert found["method"] == "task_arithmetic"
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Task Arithmetic: expert0, expert1" in page
     assert "are what ACE-Merging would make of these experts with its defaults" in page
@@ -160,6 +160,11 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         assert {key: found[tensor][key] for key in line} == line
     assert found[QUERY]["rule"] == name
     words = f"{sum(line['rule'] == name for line in done.values())} {method.own_rule}"
+    command("report", lines, tmp_path / "merge.html")
+    page = (tmp_path / "merge.html").read_text()
+    assert page.count("<tr><td>") == len(done)
+    assert 'id="plot-tau"' in page
+    assert 'id="plot-similarity"' not in page  # a merge does not look that closely
     command("card", out, "--report", lines)
     card = (out / "README.md").read_text()
     assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in card
@@ -172,18 +177,8 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         assert citation.splitlines()[0] in page
 
 
-def test_experts_that_cannot_be_inspected(tmp_path, inspect):
-    file = Path(save_family(tiny_llama(), tmp_path)[1]) / "model.safetensors"
-    tensors = load_file(file)
-    tensors[QUERY].fill_(math.nan)
-    save_file(tensors, file, {"format": "pt"})
-    message = inspect(ace_config([str(tmp_path / "base"), str(file.parent)]), fails=True)
-    assert f"{QUERY} of model {file.parent} contains NaN or Inf" in message
-    assert not list((tmp_path / "report").iterdir())
-
-
 def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspect):
-    paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
+    paths = save_family(tiny_llama(num_hidden_layers=1, tie_word_embeddings=True), tmp_path)
     assert "lm_head.weight" not in lines_of(inspect(ace_config(paths), out="tied"))
     assert "nowhere" in inspect(ace_config([*paths, str(tmp_path / "nowhere")]), fails=True)
     (tmp_path / "file").write_text("")

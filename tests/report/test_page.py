@@ -8,7 +8,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from checkpoints import ace_config, save_family, tiny_llama
 from commands import command
 from lines import layers, made_line, report_of
 from PIL import Image, ImageStat
@@ -143,17 +142,6 @@ def test_what_is_drawn_are_the_numbers_of_the_report():
     assert list(pictures["tau"].data[1].x) == [0, 1, 3, 4]  # no point at log 0
     assert list(pictures["tau"].data[1].y) == [4, 4, 4, 4]
     assert list(pictures["similarity"].data[0].z[0]) == pytest.approx([1.0, 0.0])
-
-
-def test_the_report_of_a_merge_as_a_page(tmp_path, mergekit_yaml):
-    paths = save_family(tiny_llama(), tmp_path, scales=[0.02, 0.3])
-    report, out = tmp_path / "ace.jsonl", tmp_path / "page.html"
-    mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    command("report", report, out)
-    page = out.read_text()
-    assert page.count("<tr><td>") == len(report.read_text().splitlines())
-    assert 'id="plot-tau"' in page
-    assert 'id="plot-similarity"' not in page  # a merge does not look that closely
 
 
 def test_a_page_that_cannot_be_written(tmp_path):
