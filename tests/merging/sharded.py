@@ -45,16 +45,14 @@ def save_tokenizer(path: str, words: int, added: tuple[str, ...] = (), template:
 
 def save_speakers(folder: Path) -> list[str]:
     """A base and two experts with tokenizers: the experts have tokens of their own."""
-    base = tiny_llama()
-    paths = save_llamas(folder)
+    paths, base = [str(folder / name) for name in ("base", "expert0", "expert1")], tiny_llama()
+    base.save_pretrained(paths[0], max_shard_size=INPUT_SHARDS)
     save_tokenizer(paths[0], 40, template=TEMPLATE)
     for n, path in enumerate(paths[1:]):
         grown = fine_tuned(base, seed=10 + n)
         grown.resize_token_embeddings(42, mean_resizing=False)
         with torch.no_grad():
             grown.get_input_embeddings().weight[40:] = 0.1 * (n + 1)
-        for file in Path(path).iterdir():
-            file.unlink()
         grown.save_pretrained(path, max_shard_size=INPUT_SHARDS)
         save_tokenizer(path, 40, (f"<own{n}>", f"<also{n}>"), template=TEMPLATE)
     return paths

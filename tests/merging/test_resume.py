@@ -41,19 +41,32 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory, llamas) -> tuple[Path, Path, Path]:
-    """A config, its result, and the directory of a merge of which two shards are finished."""
-    folder = tmp_path_factory.mktemp("halves")
-    config = write_config(folder / "merge.yml", ace_config(llamas))
-    begin(config, folder / "begun" / "merged")
-    return config, whole(folder, config), folder / "begun" / "merged"
+def merged(tmp_path_factory, speakers) -> tuple[Path, Path]:
+    """A config with a built tokenizer, and its result."""
+    folder = tmp_path_factory.mktemp("merged")
+    settings = ace_config(speakers, tokenizer={"source": "base"})
+    config = write_config(folder / "merge.yml", settings)
+    return config, whole(folder, config)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, merged) -> Path:
+    """The same merge with two shards finished."""
+    out = tmp_path_factory.mktemp("half") / "merged"
+    begin(merged[0], out)
+    return out
 
 
 @pytest.fixture
-def begun(tmp_path, halves) -> tuple[Path, Path, Path]:
-    """The same, of which a test may change the last."""
-    config, reference, out = halves
-    return config, reference, Path(shutil.copytree(out, tmp_path / "merged"))
+def begun(tmp_path, half) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(half, tmp_path / "merged"))
+
+
+@pytest.fixture
+def out(tmp_path, merged) -> Path:
+    """A copy of the result, to be changed."""
+    return Path(shutil.copytree(merged[1], tmp_path / "merged"))
 
 
 def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
@@ -63,8 +76,8 @@ def whole(tmp_path: Path, config: Path, *flags: str) -> Path:
     return out
 
 
-def test_it_goes_on(begun):
-    config, reference, out = begun
+def test_it_goes_on(merged, begun):
+    (config, reference), out = merged, begun
     assert not (out / "config.json").exists()
     assert not (out / INDEX).exists()
     before = finished(out)
@@ -79,15 +92,13 @@ def test_it_goes_on(begun):
     assert "shards in" not in command(config, out, *SHARDS)
 
 
-def test_overwrite_begins_anew(begun, tmp_path):
-    config, _, out = begun
+def test_overwrite_begins_anew(merged, begun, tmp_path):
+    config, out = merged[0], begun
     before = finished(out)
     (out / SCRATCH_FOLDER / "shard-left").mkdir(parents=True)
     (out / "additional_chat_templates").mkdir()
-    for name in (  # of a result that had them
-        "tokenizer.json", "generation_config.json", "additional_chat_templates/tools.jinja",
-    ):  # fmt: skip
-        (out / name).write_text("{}")
+    for name in ("generation_config.json", "additional_chat_templates/tools.jinja"):
+        (out / name).write_text("{}")  # of a result that had them
     text = command(config, out, "--overwrite")
     assert "kept" not in text
     assert not [name for name in before if (out / name).exists()]
@@ -124,8 +135,8 @@ def test_what_changed_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
-def test_a_kill_during_the_last_steps(begun, monkeypatch, name):
-    config, reference, out = begun
+def test_a_kill_during_the_last_steps(merged, begun, monkeypatch, name):
+    (config, reference), out = merged, begun
     original = OutputFolder.move_in
 
     def move_in(self, source, to):
@@ -189,21 +200,6 @@ def test_random_methods_draw_the_same(tmp_path, llamas):
 
 
 # What a manifest says, and what lies beside it.
-
-
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory, speakers) -> tuple[Path, Path]:
-    """A config with a built tokenizer, and its result."""
-    folder = tmp_path_factory.mktemp("merged")
-    settings = ace_config(speakers, tokenizer={"source": "base"})
-    config = write_config(folder / "merge.yml", settings)
-    return config, whole(folder, config)
-
-
-@pytest.fixture
-def out(merged, tmp_path) -> Path:
-    """A copy of the result, to be changed."""
-    return Path(shutil.copytree(merged[1], tmp_path / "merged"))
 
 
 def enter(out: Path, **files: str | None) -> None:

@@ -15,7 +15,10 @@ from playwright.sync_api import Page
 
 from mergekit_ace.report.page import draw_pictures, write_page
 
-VIEWS = {"laptop, light": (1280, 800, "light"), "phone, dark": (390, 844, "dark")}
+VIEWS: dict[str, dict] = {
+    "laptop, light": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
+    "phone, dark": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
+}
 PICTURES = ["tau", "similarity", "coefficients", "stable-rank"]
 HOSTILE = ["<!--<script>a", "</script><b>b", "<img src=x onerror=alert(1)>", "&lt;c&amp;\u2028"]
 
@@ -26,10 +29,7 @@ def visit(browser):
     contexts, problems = [], []
 
     def open_page(path: Path, view: str = "laptop, light") -> Page:
-        width, height, scheme = VIEWS[view]
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme, offline=True
-        )
+        context = browser.new_context(**VIEWS[view], offline=True)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
