@@ -84,12 +84,10 @@ def merge_adapters(
     network, own = base_network(base), read_adapters(one.model for one in config.models or ())
     adapters = list(own.values())
     _check_folder(out, adapters, overwrite=overwrite)
-    for adapter in adapters:
-        trained_on = adapter.config.base_model_name_or_path
-        if trained_on and not same_name(trained_on, base.model.path):
-            LOG.warning(
-                "the adapter %s was trained on %s, not on %s", adapter.name, trained_on, base
-            )
+    for one in adapters:
+        named = one.config.base_model_name_or_path
+        if named and not same_name(named, base.model.path):
+            LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
     busy = ConfigError(f"another run is writing to {out}; wait for it, or choose another folder")
     with headers_only(_checkpoints(network, [base, *own])):
         plan, tensors = _plan_tensors(config, source, options, base, own)

@@ -40,16 +40,16 @@ from mergekit_ace.training.statistics import (
 )
 
 
-def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict[str, torch.Tensor]:
+def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict:
     """X of every linear layer, and the rows that every table was asked for, by parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[tuple[str, bool], list[torch.Tensor]] = {}
 
     def keep(module, args, kwargs, output):
         given = (*args, *kwargs.values())[0]
-        kind = "table" if isinstance(module, nn.Embedding) else "linear"
-        rows = given.flatten() if kind == "table" else given.flatten(0, -2)
-        found.setdefault(f"{kind} {names[id(module.weight)]}", []).append(rows.clone())
+        looked_up = isinstance(module, nn.Embedding)
+        rows = given.flatten() if looked_up else given.flatten(0, -2)
+        found.setdefault((names[id(module.weight)], looked_up), []).append(rows.clone())
 
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
@@ -57,7 +57,7 @@ def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict[str, torch.
     with torch.no_grad():
         for sample in samples:
             model(**sample)
-    return {name: torch.cat(parts) for name, parts in found.items()}
+    return {key: torch.cat(parts) for key, parts in found.items()}
 
 
 def texts(config: dict, number: int) -> list[dict]:
@@ -96,10 +96,9 @@ def test_covariances_and_counts(tmp_path, capsys, make):
         expected = inputs_in_float64(model, samples)
         assert found.index.experts[number].samples == len(samples)
         assert found.index.experts[number].tokens == sum(s["input_ids"].numel() for s in samples)
-        for key, rows in expected.items():
-            sort, name = key.split()
+        for (name, looked_up), rows in expected.items():
             tensor = found.tensors[name]
-            if sort == "table":
+            if looked_up:
                 counts = found.read(number, f"counts/{name}")
                 assert torch.equal(counts, rows.bincount(minlength=len(counts)))
                 continue
@@ -189,6 +188,7 @@ def test_fisher_information(llama, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
+    """And another one in its folder replaces it only where that is asked for."""
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
         killed_after(patched, statistics, "measure_expert", 1)
@@ -200,18 +200,14 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     found = measure(llama, out)
     assert first.stat().st_mtime_ns == before
     assert len(found.index.experts) == 2
-    monkeypatch.setattr(statistics, "load_reader", None)  # nothing is left to load a model for
-    before = index.stat().st_mtime_ns
-    assert measure(llama, out).index == found.index
-    assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
-
-
-def test_another_run_in_the_same_folder(llama, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "out")
-    other = {**llama, "exclude": ["mlp"]}
-    with pytest.raises(ConfigError, match=r"holds the state of another run.*exclude"):
-        measure(other, tmp_path / "out")
-    found = measure(other, tmp_path / "out", overwrite=True)
+    before, other = index.stat().st_mtime_ns, {**llama, "exclude": ["mlp"]}
+    with monkeypatch.context() as patched:
+        patched.setattr(statistics, "load_reader", None)  # nothing is left to load a model for
+        assert measure(llama, out).index == found.index
+        assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
+        with pytest.raises(ConfigError, match=r"holds the state of another run.*exclude"):
+            measure(other, out)
+    found = measure(other, out, overwrite=True)
     assert found.tensors["model.layers.0.mlp.up_proj.weight"].inputs is None
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
 
