@@ -63,10 +63,6 @@ WITHOUT = {
 SAVE = {"vit": {"save_original_format": False}}
 
 
-# Classes of MODELS, with the model types of their configs.
-DESCRIBED = {kind: getattr(tf, kind).config_class.model_type for kind, _ in MODELS.values()}
-
-
 def small_model(name: str) -> tf.PreTrainedModel:
     """Build one of these models, always with the same weights."""
     name, settings = (MODELS | WITHOUT)[name]
