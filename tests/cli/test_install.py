@@ -108,11 +108,13 @@ def test_known_to_mergekit_with_no_import_of_ours(environments, kind):
     assert "mergekit-ace" not in result.stderr
 
 
-def test_mergekit_yaml_in_a_fresh_process(environments, tmp_path):
+@pytest.mark.parametrize("program", ["run_yaml", "multimerge"])
+def test_mergekit_in_a_fresh_process(environments, tmp_path, program):
     paths, out = save_family(tiny_llama(), tmp_path), tmp_path / "merged"
     (tmp_path / "ace.yml").write_text(yaml.safe_dump(ace_config(paths)))
-    program = ["-m", "mergekit.scripts.run_yaml", tmp_path / "ace.yml", out]
-    run(environments["wheel"].python, *program, HF_HUB_OFFLINE="1")
+    more = ["-I", tmp_path / "between", "--out-path"] if program == "multimerge" else []
+    command = ["-m", f"mergekit.scripts.{program}", tmp_path / "ace.yml", *more, out]
+    run(environments["wheel"].python, *command, HF_HUB_OFFLINE="1")
     check_merge(LlamaForCausalLM, paths, out)
 
 
