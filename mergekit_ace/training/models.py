@@ -95,7 +95,7 @@ class Models:
                 if one != other:
                     raise ConfigError(
                         f"expert {member.model} and the base model differ in {name}: {one} against "
-                        f"{other}; experts must be fine-tuned from the base model, and saved as it"
+                        f"{other}; experts must be fine-tuned from the base model"
                     )
             if self.kind.has_heads:
                 check_classes(expert.config, f"expert {member.model}")
@@ -122,11 +122,11 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     for reference, folder in zip(references, folders, strict=True):
         if read_json(Path(folder) / "config.json").get("quantization_config"):
             raise ConfigError(f"model {reference} is quantised, not to be merged; {DEQUANTISE}")
-        same = known.setdefault(os.path.realpath(folder), reference)
-        if same is not reference:
-            raise ConfigError(
-                f"{reference} and {same} are the same model; list the base and every expert once"
-            )
+        place = os.path.realpath(folder)
+        if place in known:
+            said = f"{reference} and {known[place]} are the same model"
+            raise ConfigError(f"{said}; list the base and every expert once")
+        known[place] = reference
     processor = load_processor(folders, kind, config)
     run.claim(config, [*folders, *(data.path for _, data in config.sources)], overwrite=overwrite)
     return Models(config, run, folders[0], tuple(folders[1:]), processor, kind)
