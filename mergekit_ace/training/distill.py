@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from mergekit_ace.training.models import (
 from mergekit_ace.training.state import (
     TrainingProgress,
     TrainingRun,
-    check_number,
     last_step,
     train_module,
 )
@@ -53,12 +53,12 @@ def run_distillation(
             return run.path
         distillation = Distillation(config, teacher, student, run)
         progress = train_student(distillation)
-        loss, agreement = distillation.evaluate("test")
+        loss, scores = distillation.evaluate("test")
         if run.is_main:
             distillation.student.save_pretrained(run.path)
             if distillation.processor is not None:
                 distillation.processor.save_pretrained(run.path)
-            record = {"test_loss": loss, "test_agreement": agreement}
+            record = {"test_loss": loss, "test_agreement": scores["agreement"]}
             record |= {"kept_step": progress.best_step, "log": progress.log}
             # Last the record, which says that the student is complete.
             write_text(run.path / RECORD, json.dumps(record, indent=1))
@@ -73,24 +73,19 @@ def run_distillation(
 def train_student(distillation: Distillation) -> TrainingProgress:
     """Train the student, or go on with it."""
     settings, run, student = distillation.config.training, distillation.run, distillation.student
-    rate = settings.learning_rate
-    optimizer = torch.optim.AdamW(student.parameters(), rate, weight_decay=WEIGHT_DECAY)
+    peak, evaluate = settings.learning_rate, partial(distillation.evaluate, "validation")
+    optimizer = torch.optim.AdamW(student.parameters(), peak, weight_decay=WEIGHT_DECAY)
     count, batch = len(distillation.samples["train"]["student"]), run.samples_per_step(settings)
     per_epoch = -(-count // batch)
     total = last_step(settings, per_epoch)
 
     def take_step(step: int) -> float:
-        optimizer.param_groups[0]["lr"] = warm_cosine_rate(rate, total, step)
+        optimizer.param_groups[0]["lr"] = warm_cosine_rate(peak, total, step)
         optimizer.zero_grad()
         loss = distillation.backward(step_indices(settings.seed, 0, step, batch, count))
-        check_number("the loss", loss, step)
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         return loss
-
-    def evaluate() -> tuple[float, dict[str, float]]:
-        loss, agreement = distillation.evaluate("validation")
-        return loss, {"agreement": agreement}
 
     return train_module(
         run, "student", student, optimizer, settings, per_epoch, take_step, evaluate
@@ -149,11 +144,9 @@ class Distillation:
         splits = {}
         for split, rows in load_rows(self.config.data, training.seed).items():
             encoded = [[kind.encode(dict(row), teacher.data, one) for one in both] for row in rows]
-            known = [number for number, pair in enumerate(encoded) if None not in pair]
-            read = teacher.read(
-                rows.select(known), split, training.batch_size, quiet=self.run.quiet
-            )
-            own = [encoded[number][1] for number in known] if kind.has_heads else read
+            rows = rows.select([n for n, pair in enumerate(encoded) if None not in pair])
+            read = teacher.read(rows, split, training.batch_size, quiet=self.run.quiet)
+            own = [pair[1] for pair in encoded if None not in pair] if kind.has_heads else read
             splits[split] = {"student": own, "teacher": read}
         return splits
 
@@ -168,12 +161,12 @@ class Distillation:
         return loss / positions
 
     @torch.no_grad()
-    def evaluate(self, split: str) -> tuple[float, float]:
-        """Return the mean loss per position, and the share of answers that are the teacher's."""
+    def evaluate(self, split: str) -> tuple[float, dict[str, float]]:
+        """Return the mean loss per position, and which share of answers is the teacher's."""
         self.student.eval()
         loss, right, positions = self._sum(split, range(len(self.samples[split]["student"])))
         self.student.train()
-        return loss / positions, right / positions
+        return loss / positions, {"agreement": right / positions}
 
     def _sum(self, split: str, indices: Sequence[int]) -> list[float]:
         """Sum loss, answers that are the teacher's, and positions; leave gradients if they are on.

@@ -119,7 +119,5 @@ def test_what_does_not_go_together(images, tmp_path):
         DistillConfig.model_validate({**images[0], "task": "causal-lm"})
     teacher = shutil.copytree(images[0]["teacher"], tmp_path / "teacher")
     configure(teacher, problem_type="multi_label_classification")
-    with pytest.raises(
-        ConfigError, match="problem_type: multi_label_classification"
-    ):
+    with pytest.raises(ConfigError, match="problem_type: multi_label_classification"):
         distil({**images[0], "teacher": str(teacher)}, tmp_path / "out")
