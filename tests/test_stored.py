@@ -10,25 +10,24 @@ import pytest
 import torch
 import transformers as tf
 import yaml
-from checkpoints import ace_config, fine_tuned, save_family
-from click.testing import CliRunner
+from checkpoints import ace_config, configure, fine_tuned, rewrite, save_family
+from commands import command
 from reference import naive_tensor, task_vector_error
-from safetensors.torch import load_file, save_file
-from test_architectures import BERT, HEADS, TEXT, VISION
+from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mergekit_ace.cli import main
-
-LLAMA = {**TEXT, **HEADS, "head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 32}
+TEXT = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+LLAMA = {**TEXT, "head_dim": 8, "num_key_value_heads": 2}
 
 
 def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
     """Merge into `merged`; what is said."""
-    (folder / "merge.yml").write_text(yaml.safe_dump(config))
-    arguments = ["merge", str(folder / "merge.yml"), str(folder / "merged"), *flags]
-    answer = CliRunner().invoke(main, arguments)
-    assert (answer.exit_code != 0) == fails, answer.output
-    return answer.output
+    path = folder / "merge.yml"
+    path.write_text(yaml.safe_dump(config))
+    return command("merge", path, folder / "merged", *flags, fails=fails)
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -39,7 +38,7 @@ def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     """An error shows both names; where mixing is asked for, they are matched by these."""
     torch.manual_seed(0)
-    vision = {**VISION, "model_type": "pixtral", "head_dim": 8}
+    vision = {**TEXT, "model_type": "pixtral", "head_dim": 8, "image_size": 16, "patch_size": 8}
     config = tf.Mistral3Config(
         text_config={**LLAMA, "model_type": "mistral"}, vision_config=vision,
         image_token_index=30, tie_word_embeddings=False,
@@ -68,10 +67,9 @@ def test_text_experts_of_multimodal_models(tmp_path, multimodal):
 
 def test_a_filter_that_takes_linear_attention(tmp_path):
     config = tf.Qwen3NextConfig(
-        **TEXT | {"num_hidden_layers": 4}, **HEADS, head_dim=8, num_key_value_heads=2,
-        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, linear_key_head_dim=8, linear_value_head_dim=8,
-        linear_num_key_heads=2, linear_num_value_heads=4,
+        **LLAMA | {"num_hidden_layers": 4}, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     )  # fmt: skip
     paths = save_family(tf.Qwen3NextForCausalLM(config), tmp_path)
     entries = [{"filter": "attn", "value": 0.1}, {"value": 0.2}]
@@ -81,11 +79,11 @@ def test_a_filter_that_takes_linear_attention(tmp_path):
 
 
 def test_heads_of_other_labels_stay_the_bases(tmp_path):
-    config = tf.BertConfig(**BERT, num_labels=2)
+    config = tf.BertConfig(**TEXT, num_labels=2)
     torch.manual_seed(0)
     base = tf.BertForSequenceClassification(config)
     paths = save_family(base, tmp_path)
-    other = tf.BertForSequenceClassification(tf.BertConfig(**BERT, num_labels=3))
+    other = tf.BertForSequenceClassification(tf.BertConfig(**TEXT, num_labels=3))
     body = fine_tuned(base, seed=3).bert.state_dict()
     other.bert.load_state_dict(body)
     other.save_pretrained(paths[2])
@@ -104,29 +102,28 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
 
     The last block of rows is a part of one.
     """
-    changed, values = {}, {}
-    for name, tensor in tensors(path).items():
-        changed[name] = tensor.bfloat16()
-        if name.endswith("_proj.weight"):
-            size = [16, 16] if kind == "fp8" else [1, tensor.shape[1]]
-            rows, columns = (-(-n // s) for n, s in zip(tensor.shape, size, strict=True))
-            scale = 0.001 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(3))
-            spread = scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)
+    rng, values = torch.Generator().manual_seed(3), {}
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        for name, tensor in [*stored.items()]:
+            stored[name] = tensor.bfloat16()
+            if not name.endswith("_proj.weight"):
+                continue
+            down, right = (16, 16) if kind == "fp8" else (1, tensor.shape[1])
+            shape = -(-tensor.shape[0] // down), -(-tensor.shape[1] // right)
+            scale = 0.001 + torch.rand(shape, generator=rng)
+            spread = scale.repeat_interleave(down, 0).repeat_interleave(right, 1)
             spread = spread[: len(tensor), : tensor.shape[1]]
-            changed[name] = (tensor.bfloat16() / spread).to(torch.float8_e4m3fn)
-            values[name] = (changed[name].float() * spread).bfloat16().float()
-            changed[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
-    save_file(changed, Path(path, "model.safetensors"), {"format": "pt"})
+            stored[name] = (tensor.bfloat16() / spread).to(torch.float8_e4m3fn)
+            values[name] = (stored[name].float() * spread).bfloat16().float()
+            stored[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
+
+    rewrite(path, change)
     settings = {"quant_method": kind, "weight_block_size": [16, 16]}
     if kind == "compressed-tensors":
         settings = {"quant_method": kind, "format": "float-quantized"}
-    add_to_config(path, quantization_config=settings)
+    configure(path, quantization_config=settings)
     return values
-
-
-def add_to_config(path: str, **settings: dict) -> None:
-    file = Path(path, "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("fp8", 2), ("compressed-tensors", 1)])
@@ -150,22 +147,24 @@ def test_quantised_models_are_dequantised(tmp_path, kind, workers):
 
 def test_experts_in_mxfp4_are_dequantised(tmp_path):
     config = tf.GptOssConfig(
-        **TEXT | {"hidden_size": 64, "intermediate_size": 32}, **HEADS, head_dim=8,
-        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+        **LLAMA | {"hidden_size": 64, "intermediate_size": 32}, num_local_experts=2,
+        num_experts_per_tok=1,
     )  # fmt: skip
     torch.manual_seed(0)
     paths = save_family(tf.GptOssForCausalLM(config), tmp_path)
     rng = torch.Generator().manual_seed(0)
-    for path in paths:
-        stored = tensors(path)
+
+    def quantise_experts(stored: dict[str, torch.Tensor]) -> None:
         for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
             experts, columns, rows = stored.pop(name).shape
             shape = (experts, rows, columns // 32)
             draw = {"dtype": torch.uint8, "generator": rng}
             stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), **draw)
             stored[f"{name}_scales"] = torch.randint(115, 120, shape, **draw)
-        save_file(stored, Path(path, "model.safetensors"), {"format": "pt"})
-        add_to_config(path, quantization_config={"quant_method": "mxfp4"})
+
+    for path in paths:
+        rewrite(path, quantise_experts)
+        configure(path, quantization_config={"quant_method": "mxfp4"})
     merge(tmp_path, ace_config(paths))
     loaded = tf.GptOssForCausalLM.from_pretrained(tmp_path / "merged")
     name = "model.layers.0.mlp.experts.down_proj"

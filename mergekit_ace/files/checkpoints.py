@@ -185,9 +185,9 @@ def existing_folder(path: str) -> Path | None:
     try:
         validate_repo_id(path)
     except HFValidationError as error:
-        raise FileError(
-            f"there is no folder {path} in {Path.cwd()}; correct the name (~ is not expanded)"
-        ) from error
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        said = f"there is no folder {path}{where}; correct the name (~ is not expanded)"
+        raise FileError(said) from error
     return None
 
 

@@ -26,8 +26,7 @@ from mergekit_ace.adapters.read import (
 )
 from mergekit_ace.check.check import Treatment, check_merge, plan_whole
 from mergekit_ace.files.checkpoints import check_references
-from mergekit_ace.files.models import Checkpoints, checkpoint_of
-from mergekit_ace.files.quantised import open_quantised
+from mergekit_ace.files.models import Checkpoints, checkpoint_of, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import shown_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES

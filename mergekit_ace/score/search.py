@@ -20,7 +20,6 @@ from tqdm import tqdm
 from mergekit_ace.files.saving import differences, file_states, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
-from mergekit_ace.score.measure import explained_memory, load_scored, sequence_losses
 from mergekit_ace.score.results import (
     Estimate,
     Losses,
@@ -30,7 +29,14 @@ from mergekit_ace.score.results import (
     mean,
     show_search,
 )
-from mergekit_ace.score.score import Exam, Scoring, run_merge
+from mergekit_ace.score.score import (
+    Exam,
+    Scoring,
+    explained_memory,
+    load_scored,
+    run_merge,
+    sequence_losses,
+)
 from mergekit_ace.score.space import SearchedMerge
 from mergekit_ace.training.models import local_folder, map_weights
 

@@ -26,12 +26,11 @@ from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
 from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
-from mergekit_ace.score.measure import KIND
-from mergekit_ace.score.score import merge_once
+from mergekit_ace.score.score import KIND, merge_once
+from mergekit_ace.training.config import COMPONENTS
 from mergekit_ace.training.family import MergedModel
 from mergekit_ace.training.models import Weights, load_model, map_weights
 
-COMPONENTS = ("ace", "ace_relative", "ace_plus")  # methods whose experts have coefficients
 STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
 THIRDS = ("first", "middle", "last")
 # What names of tensors hold, by their kind.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from coefficient_files import make_file
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.methods.coefficients import CoefficientFile, load_coefficients
@@ -33,26 +33,22 @@ def test_what_is_saved_is_loaded(tmp_path, kind):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def _rewritten(path, metadata=None, drop=()):
-    with safe_open(path, framework="pt") as file:
-        tensors = {n: file.get_tensor(n) for n in file.keys() if n not in drop}  # noqa: SIM118
-        known = file.metadata()
-    save_file(tensors, path, known | (metadata or {}))
-
-
 @pytest.mark.parametrize(
     ("metadata", "drop", "message"),
     [
-        ({"version": "2"}, (), "of format version 1, but .* version: 2"),
-        ({"format": "something"}, (), "not one of coefficients"),
-        ({"contents": "{}"}, (), "damaged"),
-        ({}, ("coefficients",), "damaged"),
+        ({"version": "2"}, None, "of format version 1, but .* version: 2"),
+        ({"format": "something"}, None, "not one of coefficients"),
+        ({"contents": "{}"}, None, "damaged"),
+        ({}, "coefficients", "damaged"),
     ],
 )
 def test_other_and_damaged_files_are_refused(tmp_path, metadata, drop, message):
     path = tmp_path / "c.safetensors"
     make_file(NAMES, ["a", "b"]).save(path)
-    _rewritten(path, metadata, drop)
+    with safe_open(path, framework="pt") as file:
+        known = file.metadata()
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != drop}
+    save_file(tensors, path, known | metadata)
     with pytest.raises(FileError, match=message):
         CoefficientFile.load(path)
 
@@ -62,12 +58,12 @@ def test_a_truncated_file_a_git_lfs_pointer_and_none_are_told(tmp_path):
     with pytest.raises(FileError, match="there is no coefficient file"):
         CoefficientFile.load(path)
     make_file(NAMES, ["a", "b"]).save(path)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(FileError, match="damaged"):
-        CoefficientFile.load(path)
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid 0\n")
-    with pytest.raises(FileError, match="git lfs pull"):
-        CoefficientFile.load(path)
+    whole = path.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid 0\n"
+    for content, message in ((whole[:-10], "damaged"), (pointer, "git lfs pull")):
+        path.write_bytes(content)
+        with pytest.raises(FileError, match=message):
+            CoefficientFile.load(path)
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path):
@@ -80,12 +76,3 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
     file.save(path)
     os.utime(path, ns=(1, 1))  # clocks of file systems may be slower than this test
     assert torch.equal(load_coefficients(str(path)).coefficients, file.coefficients)
-
-
-def test_inconsistent_contents_are_refused():
-    good = make_file(NAMES, ["a", "b"])
-    parts = (good.statistics, good.depths, good.learner_state, good.groups)
-    with pytest.raises(ValueError, match="shapes"):
-        CoefficientFile(good.contents, good.coefficients[:, :2], *parts)
-    with pytest.raises(ValueError, match="NaN"):
-        CoefficientFile(good.contents, good.coefficients * float("nan"), *parts)

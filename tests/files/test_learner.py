@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network from statistics to coefficients."""
+"""The network from statistics to coefficients, and the statistics, against numpy in float64."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from mergekit_ace.algebra.learner import Learner, LearnerConfig, Standardizer
+from mergekit_ace.algebra.learner import (
+    STATISTICS,
+    Learner,
+    LearnerConfig,
+    Standardizer,
+    combine,
+    features,
+    measure_moments,
+)
 
 EXPERTS, TENSORS = 3, 5
 
@@ -76,3 +85,57 @@ def test_statistics_are_standardised_over_experts_and_tensors():
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         LearnerConfig(**wrong)
+
+
+def naive(tensor, rank):
+    array = np.asarray(tensor.detach().double())
+    matrix = array.reshape(1, -1) if array.ndim < 2 else array.reshape(array.shape[0], -1)
+    singular = np.linalg.svd(matrix, compute_uv=False)[:rank]
+    singular = np.concatenate([singular, np.zeros(rank - len(singular))])
+    return [array.mean(), array.var(), np.linalg.norm(array), *singular]
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (7,), (2, 50), (8, 3, 5, 5), ()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_statistics_are_those_of_numpy(rng, shape, dtype):
+    tensor = (torch.randn(shape, generator=rng) + 0.3).to(dtype)
+    moments = measure_moments(tensor, 3)
+    expected = naive(tensor, 3)
+    np.testing.assert_allclose(features(moments, STATISTICS, 3), expected, rtol=1e-6, atol=1e-12)
+    assert features(moments, ("variance", "mean"), 3) == pytest.approx(expected[1::-1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "scale"), [((600, 520), 1e-12), ((520, 900), 1e12)])
+def test_large_matrices_need_no_full_decomposition(rng, monkeypatch, shape, scale):
+    tensor = torch.randn(shape, generator=rng)
+    tensor += torch.randn(shape[0], 2, generator=rng) @ torch.randn(2, shape[1], generator=rng)
+    tensor *= scale
+    expected = np.linalg.svd(tensor.double().numpy(), compute_uv=False)[:5]
+    for name in ("svd", "svdvals"):
+        monkeypatch.delattr(torch.linalg, name)
+    found = measure_moments(tensor, 5).singular
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert measure_moments(tensor, 5).singular == found, "the same in every run"
+
+
+def test_zeros_small_spreads_and_what_is_not_finite():
+    for shape in ((3, 4), (0, 4)):
+        assert features(measure_moments(torch.zeros(shape), 2), STATISTICS, 2) == [0.0] * 5
+    tensor = torch.full((1000,), 1e4, dtype=torch.float64)
+    tensor[::2] += 1e-3
+    (variance,) = features(measure_moments(tensor, 0), ("variance",), 0)
+    assert variance == pytest.approx(2.5e-7, rel=1e-6)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            measure_moments(torch.tensor([[0.0, bad]]), 1)
+
+
+def test_together_is_the_block_diagonal_matrix(rng):
+    parts = [torch.randn(4, 5, generator=rng), torch.randn(6, generator=rng) + 2, torch.zeros(0)]
+    got = combine([measure_moments(part, 3) for part in parts], 3)
+    entries = torch.cat([part.flatten() for part in parts])
+    block = torch.block_diag(parts[0], parts[1][None])
+    assert features(got, ("mean", "variance", "magnitude"), 3) == pytest.approx(
+        naive(entries, 0)[:3], rel=1e-6
+    )
+    assert got.singular == pytest.approx(torch.linalg.svdvals(block)[:3].tolist(), rel=1e-6)

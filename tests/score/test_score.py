@@ -17,7 +17,7 @@ from families import tokenizer, write_rows
 from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
 
-from mergekit_ace.score import measure
+from mergekit_ace.score import score as module
 from mergekit_ace.score.results import forgot, kept
 
 
@@ -32,40 +32,40 @@ def content(out: Path) -> dict:
 
 
 def test_kept_and_forgot_are_those_of_the_losses(config, losses_by_hand, tmp_path):
-    """A second and a third merge are the expert, which keeps all, and the base, nothing."""
-    law, keep, merge = config["models"][0], config["keep"], config["merges"][0]
-    config["merges"] += [law["model"], config["base_model"]]
+    """A second and a third merge are the expert, which keeps all, and the base, nothing.
+
+    The texts of the other expert are the base's, so that it gains nothing; the base writes `keep`.
+    """
+    law, merge, base = config["models"][0], config["merges"][0], config["base_model"]
+    config["models"][1]["data"] = config.pop("keep")
+    config["merges"] += [law["model"], base]
     found = score(config, tmp_path / "scores")
-    base, expert, merged = (
-        losses_by_hand(folder, law["data"]).sum()
-        for folder in (config["base_model"], law["model"], merge)
-    )
-    scores = content(tmp_path / "scores")
+    scores, folders = content(tmp_path / "scores"), (base, law["model"], merge)
+    before, expert, after = (losses_by_hand(folder, law["data"]).sum() for folder in folders)
     share, error = scores["kept"][merge]["law"]
-    assert share == pytest.approx((base - merged) / (base - expert), rel=1e-4)
+    assert share == pytest.approx((before - after) / (before - expert), rel=1e-4)
     assert 0 < error < 0.5
-    before, after = (losses_by_hand(folder, keep) for folder in (config["base_model"], merge))
+    (written,) = (tmp_path / "scores" / "texts").iterdir()
+    before, _, after = (losses_by_hand(folder, {"path": written}) for folder in folders)
     rise = (after - before).sum() / (30 * len(before))
     assert scores["forgot"][merge][0] == pytest.approx(rise, rel=1e-4)
-    assert scores["texts_written_by_models"] == ["medicine"]
-    assert f"{share:.3f} ± {error:.3f}" in found
-    assert "medicine*" in found
-    assert "* on texts that the model wrote itself" in found
+    assert scores["texts_written_by_models"] == ["keep"]
+    for said in (
+        f"{share:.3f} ± {error:.3f}",
+        "forgot* (nats)",
+        "* on texts that the model wrote itself",
+        "medicine is no better than the base on its texts",
+    ):
+        assert said in found
     assert "Scores" in (tmp_path / "scores" / "scores.html").read_text()
-    _, expert, base = config["merges"]
-    assert scores["kept"][expert]["law"] == pytest.approx([1, 0], abs=1e-6)
-    assert scores["kept"][base]["law"] == pytest.approx([0, 0], abs=1e-6)
+    for merge, kept_share in ((law["model"], 1), (base, 0)):
+        assert scores["kept"][merge]["law"] == pytest.approx([kept_share, 0], abs=1e-6)
+        assert scores["kept"][merge]["medicine"] is None
     assert scores["forgot"][base] == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_an_expert_that_gains_nothing_has_no_share(config, tmp_path):
-    config["models"][0]["data"] = config["keep"]
-    assert "law is no better than the base on its texts" in score(config, tmp_path / "scores")
-    assert content(tmp_path / "scores")["kept"][config["merges"][0]]["law"] is None
-
-
 def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
-    loaded, usual = [], measure.sequence_losses
+    loaded, usual = [], module.sequence_losses
 
     def stopped(model, samples, *, title, quiet):
         loaded.append(title)
@@ -87,48 +87,37 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
 
 
 def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp_path):
+    """A merge whose config has changed is made anew."""
     adapted = train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
     adapted.base.save_pretrained(config["base_model"])
     merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
-    (tmp_path / "ace.yml").write_text(yaml.safe_dump(merge))
-    adapter = f"{config['base_model']}+{tmp_path / 'adapter'}"
-    score({**config, "merges": [str(tmp_path / "ace.yml"), adapter]}, tmp_path / "scores")
-    scores = content(tmp_path / "scores")
-    assert list(scores["kept"]) == [str(tmp_path / "ace.yml"), adapter]
+    path, adapter = tmp_path / "ace.yml", f"{config['base_model']}+{tmp_path / 'adapter'}"
+    config["merges"], rises = [str(path), adapter], []
+    for scale in (1.0, 0.5):
+        path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
+        score(config, tmp_path / "scores")
+        scores = content(tmp_path / "scores")
+        assert list(scores["kept"]) == [str(path), adapter]
+        rises.append(scores["forgot"][str(path)])
+        assert len([*(tmp_path / "scores" / "merges").iterdir()]) == 1, "the older one is gone"
+    assert rises[0] != rises[1]
     whole = tiny_llama()
     whole.load_state_dict(adapted.merged)
     whole.save_pretrained(tmp_path / "whole")
     before, loss = (
-        losses_by_hand(folder, config["keep"])
+        sorted(losses_by_hand(folder, config["keep"]))
         for folder in (config["base_model"], str(tmp_path / "whole"))
     )
     measured = sorted(one for one, _ in scores["measured"]["keep"][adapter]["losses"])
-    assert measured == pytest.approx(sorted(loss), rel=1e-6)
-    assert sorted(loss) != pytest.approx(sorted(before), rel=1e-4)
-
-
-def test_a_merge_whose_config_has_changed_is_made_anew(config, tmp_path):
-    merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
-    path, out = tmp_path / "ace.yml", tmp_path / "scores"
-    config["merges"], found = [str(path)], []
-    for scale in (1.0, 0.5):
-        path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
-        score(config, out)
-        found.append(content(out)["forgot"][str(path)])
-        assert len([*(out / "merges").iterdir()]) == 1, "the older one is gone"
-    assert found[0] != found[1]
-
-
-def test_texts_are_cut_to_the_positions_of_the_models(config, tmp_path):
-    rows = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
-    config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", rows), "text": "text"}
-    score(config, tmp_path / "scores")
-    losses = content(tmp_path / "scores")["measured"]["keep"]["base"]["losses"]
-    assert max(count for _, count in losses) == 31, "32 positions, of which the first is given"
+    assert measured == pytest.approx(loss, rel=1e-6)
+    assert loss != pytest.approx(before, rel=1e-4)
 
 
 def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path):
-    """What the expert writes first counts, though it never writes an end."""
+    """What the expert writes first counts, though it never writes an end.
+
+    Texts are cut to the 32 positions of the models, of which the first is given.
+    """
     expert = AutoModelForCausalLM.from_pretrained(config["models"][0]["model"])
     words, rows = tokenizer(), []
     for number in range(18):
@@ -139,10 +128,13 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     assert len(rows) > 3
     path = write_rows(tmp_path / "qa.jsonl", rows)
     config["models"][0]["data"] = {"path": path, "prompt": "q", "completion": "a"}
+    long = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
+    config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", long), "text": "text"}
     score(config, tmp_path / "scores")
     scores = content(tmp_path / "scores")
     tokens = {count for _, count in scores["measured"]["law"]["base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
+    assert max(count for _, count in scores["measured"]["keep"]["base"]["losses"]) == 31
     assert scores["exact_match"]["law"]["law"][0] == 1
     assert set(scores["exact_match"]["law"]) == {"law", "base", config["merges"][0]}
 
@@ -159,7 +151,7 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     ],
 )
 def test_an_answer_ends_where_the_model_or_its_line_does(written, ended, same):
-    assert measure.same_answer("12", written, ended=ended) == same
+    assert module.same_answer("12", written, ended=ended) == same
 
 
 def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
@@ -177,13 +169,7 @@ def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
     assert "has no task no_such_task" in score(config, tmp_path / "others", fails=True)
 
 
-def test_a_missing_extra_is_named(config, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
-    assert "pip install 'mergekit-ace[score]'" in score(config, tmp_path / "scores", fails=True)
-
-
-def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monkeypatch):
+def test_a_missing_extra_and_a_full_gpu_have_remedies(config, tmp_path, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -191,6 +177,9 @@ def test_a_model_that_does_not_fit_is_named_with_a_remedy(config, tmp_path, monk
     found = score(config, tmp_path / "scores", fails=True)
     assert f"{config['models'][0]['model']} does not fit on the GPU" in found
     assert "give `dtype: bfloat16`, or --device cpu" in found
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    config["models"][0] = {"model": config["models"][0]["model"], "tasks": ["local_words"]}
+    assert "pip install 'mergekit-ace[score]'" in score(config, tmp_path / "scores", fails=True)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +226,7 @@ def test_errors_of_figures_are_those_of_many_samples():
         return [[(float(one), 20) for one in row] for row in rows]
 
     repeated = [draw() for _ in range(200)]
-    shares = [kept(*one) for one in repeated]
-    assert np.std([s.value for s in shares]) == pytest.approx(
-        np.mean([s.error for s in shares]), rel=0.15
-    )
     rises = [forgot(base, merge) for base, _, merge in repeated]
-    assert np.std([r.value for r in rises]) == pytest.approx(
-        np.mean([r.error for r in rises]), rel=0.15
-    )
+    for figures in ([kept(*one) for one in repeated], rises):
+        spread, expected = np.std([f.value for f in figures]), np.mean([f.error for f in figures])
+        assert spread == pytest.approx(expected, rel=0.15)
