@@ -99,10 +99,7 @@ def sha256(path: str | os.PathLike) -> str:
 
 def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
     """Return a reader of files that reads each of the last few again only once it has changed."""
-
-    @lru_cache(maxsize=count)
-    def cached(path: str, changed: int) -> T:
-        return read(path)
+    cached = lru_cache(maxsize=count)(lambda path, changed: read(path))
 
     def read_if_changed(path: str) -> T:
         path = os.path.abspath(os.path.expanduser(path))

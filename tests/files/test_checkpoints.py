@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from checkpoints import ace_config
+from checkpoints import ace_config, configure
 from click.testing import CliRunner
 from families import llama_family
 from safetensors.torch import load_file, save_file
@@ -64,7 +64,7 @@ def run(family: Path, *names: str, expert: str = "") -> list[tuple[str, int, str
     for command in (
         ["check", merge],
         ["inspect", merge, str(out / "inspect"), "--quiet"],
-        ["merge", merge, str(out / "merge"), "--quiet"],
+        ["merge", merge, str(out / "merge"), "--quiet", "--lazy-unpickle"],
         ["train", train, str(out / "train"), "--quiet"],
     ):
         result = CliRunner().invoke(main, command)
@@ -80,32 +80,10 @@ def replace(name: str, content: str | bytes) -> Change:
     return lambda folder: (folder / name).write_bytes(data)
 
 
-def cut(count: int) -> Change:
-    """Weights of which only the first bytes have arrived, or all but the last."""
-    file = "model.safetensors"
-    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:count])
-
-
-def other_shape(folder: Path) -> None:
-    """Weights whose header contradicts itself."""
+def cut(folder: Path) -> None:
+    """Weights of which the last bytes have not arrived."""
     file = folder / "model.safetensors"
-    content = file.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    entries = json.loads(content[8 : 8 + length])
-    entries[UP]["shape"] = [3, 3]
-    text = json.dumps(entries).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-
-
-def config(**values) -> Change:
-    """A config with other values; those that are None are missing."""
-
-    def change(folder: Path) -> None:
-        content = {**json.loads((folder / "config.json").read_text()), **values}
-        kept = {key: value for key, value in content.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(kept))
-
-    return change
+    file.write_bytes(file.read_bytes()[:-100])
 
 
 def without_weights(beside: str, content: bytes = b"{}") -> Change:
@@ -139,29 +117,34 @@ def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) 
     return change
 
 
+def indexed_pickle(folder: Path) -> None:
+    """A shard that does something when it is unpickled, with its index."""
+    without_weights("shard.bin", CODE)(folder)
+    index = json.dumps({"weight_map": {UP: "shard.bin"}})
+    (folder / "pytorch_model.bin.index.json").write_text(index)
+
+
 CODE = b"cposix\nsystem\n(S'touch executed'\ntR."
+PICKLE = "a .bin is a pickle, which may hold code; load it by transformers"
 NO_TENSORS = struct.pack("<Q", 2) + b"{}"
 DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
-    "cut at the end": (cut(-100), (WEIGHTS, "is damaged", AGAIN)),
+    "cut at the end": (cut, (WEIGHTS, "is damaged", AGAIN)),
     "empty": (replace("model.safetensors", ""), (WEIGHTS, "is damaged", AGAIN)),
     "LFS pointer": (replace("model.safetensors", LFS), (WEIGHTS, PULL)),
     "no tensors": (replace("model.safetensors", NO_TENSORS), ("expert0 holds no tensors", AGAIN)),
-    "shape of other bytes": (other_shape, (WEIGHTS, "invalid shape, data type", AGAIN)),
     "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
     "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
     "an adapter": (without_weights("adapter_config.json"), ("it is an adapter", "write BASE+")),
-    "pickle": (
-        without_weights("pytorch_model.bin", CODE),
-        ("pytorch_model.bin", "a .bin is a pickle, which may hold code; load it by transformers"),
-    ),
+    "pickle": (without_weights("pytorch_model.bin", CODE), ("pytorch_model.bin", PICKLE)),
+    "pickle with an index": (indexed_pickle, ("pytorch_model.bin.index.json", PICKLE)),
     "no config": (lambda f: (f / "config.json").unlink(), ("expert0/config.json", "is missing")),
     "config without JSON": (replace("config.json", "{'a': 1"), ("config.json", "no JSON", AGAIN)),
     "config of wrong types": (
-        config(hidden_size="many"),
+        lambda f: configure(f, hidden_size="many"),
         ("is no config of", "Field 'hidden_size' expected int, got str", "correct it"),
     ),
     "unknown model_type": (
-        config(model_type="llamma"),
+        lambda f: configure(f, model_type="llamma"),
         ("expert0/config.json", "'llamma' that this version", "correct it, or update"),
     ),
     "tokenizer that is an LFS pointer": (replace("tokenizer.json", LFS), ("tokenizer.json", PULL)),
