@@ -42,6 +42,7 @@ _CONVERT = (
     "save_pretrained, in safetensors"
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
+_WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,16 @@ def item_size(dtype: str) -> int:
 
 
 def check_content(path: Path) -> None:
-    """Raise a `FileError` unless a file is there itself, and no pointer to it."""
+    """Raise a `FileError` unless a file is there itself, and no pointer or web page instead."""
     if not path.is_file():
         link = f": it is a link to {os.readlink(path)}" if path.is_symlink() else ""
         raise FileError(f"{path} is missing{link}; {_AGAIN}")
     with open(path, "rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise FileError(f"{path} is a Git LFS pointer: run `git lfs pull` in {path.parent}")
+        start = file.read(100).lstrip().lower()
+    if start.startswith(_LFS_POINTER):
+        raise FileError(f"{path} is a Git LFS pointer: run `git lfs pull` in {path.parent}")
+    if start.startswith(_WEB_PAGES):
+        raise FileError(f"{path} is a web page: {_AGAIN}, after signing in where that is asked for")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mergekit_ace.cli import main
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
 UP = "model.layers.0.mlp.up_proj.weight"
+PAGE = "<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>"
 AGAIN = "download or save it again"
 PULL = "is a Git LFS pointer: run `git lfs pull` in "
 WEIGHTS = "expert0/model.safetensors"
@@ -131,6 +132,7 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "cut at the end": (cut, (WEIGHTS, "is damaged", AGAIN)),
     "empty": (replace("model.safetensors", ""), (WEIGHTS, "is damaged", AGAIN)),
     "LFS pointer": (replace("model.safetensors", LFS), (WEIGHTS, PULL)),
+    "web page": (replace("model.safetensors", PAGE), (WEIGHTS, "is a web page", "signing in")),
     "no tensors": (replace("model.safetensors", NO_TENSORS), ("expert0 holds no tensors", AGAIN)),
     "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
     "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
