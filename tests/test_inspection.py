@@ -8,7 +8,11 @@ import torch
 from matrices import deltas_of
 
 from mergekit_ace.algebra import inspection
-from mergekit_ace.algebra.inspection import add_subspaces, compare_entries, compare_subspaces
+from mergekit_ace.algebra.inspection import (
+    compare_entries,
+    compare_subspaces,
+    inspect_versions,
+)
 from mergekit_ace.algebra.task_vectors import MatrixRecord, TensorRecord
 
 
@@ -58,9 +62,9 @@ def test_subspaces(rng, shape, scale, rank):
 def test_some_matrices_of_a_stack_are_looked_at(rng):
     matrix, shape = MatrixRecord("half", (1.0,), (1.0,), (1,)), (6, 5, 4)
     tensors = [torch.zeros(shape), torch.randn(shape, generator=rng)]
-    known = tensors, "stacked", torch.float32
-    found = add_subspaces(TensorRecord(shape, "stacked", (matrix,) * 6), *known).matrices
+    record = TensorRecord(shape, "stacked", (matrix,) * 6)
+    found = inspect_versions(tensors, record, "stacked", torch.float32)[0].matrices
     assert [n for n, one in enumerate(found) if one.subspaces] == [0, 2, 3, 5]
     assert found[2].subspaces == compare_subspaces([tensors[1][2]])
     entrywise = TensorRecord(shape, "mean", (matrix,))
-    assert add_subspaces(entrywise, *known) == entrywise
+    assert inspect_versions(tensors, entrywise, "stacked", torch.float32)[0] == entrywise

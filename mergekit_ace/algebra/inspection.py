@@ -94,17 +94,19 @@ def compare_subspaces(deltas: Iterable[Tensor]) -> Subspaces:
     return Subspaces(size, tuple(ranks), inputs=overlaps("right"), outputs=overlaps("left"))
 
 
-def add_subspaces(
-    record: TensorRecord, tensors: Sequence[Tensor], layout: FixedLayout, dtype: torch.dtype
-) -> TensorRecord:
-    """Return the record of a merge with the subspaces of `STACK_SAMPLE` of its matrices.
+def inspect_versions(
+    tensors: Sequence[Tensor], record: TensorRecord, layout: FixedLayout, dtype: torch.dtype
+) -> tuple[TensorRecord, dict[str, Any]]:
+    """Return the record of a merge with the subspaces of some matrices, and `compare_entries`.
 
-    Tensors, the base's first, are read by a layout. A method that reads a stack entry by entry has
-    one record of it, which stays as it is.
+    Tensors, the base's first, are read by a layout. Of a stack `STACK_SAMPLE` matrices are looked
+    at; a method that reads it entry by entry has one record of it, which stays as it is.
     """
+    comparison, matrices = compare_entries(tensors[0], tensors[1:]), list(record.matrices)
+    if layout == "mean" or tensors[0].numel() == 0:
+        return record, comparison
     origins, *others = (as_matrices(tensor, layout) for tensor in tensors)
-    matrices = list(record.matrices)
     for n in evenly_spaced(len(origins), STACK_SAMPLE) if len(origins) == len(matrices) else ():
         deltas = (task_vector(own[n], origins[n], dtype) for own in others)
         matrices[n] = replace(matrices[n], subspaces=compare_subspaces(deltas))
-    return replace(record, matrices=tuple(matrices))
+    return replace(record, matrices=tuple(matrices)), comparison

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +20,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.algebra.inspection import (
-    add_subspaces,
-    compare_entries,
-    evenly_spaced,
-)
-from mergekit_ace.algebra.task_vectors import TensorRecord
+from mergekit_ace.algebra.inspection import evenly_spaced, inspect_versions
 from mergekit_ace.files.models import own_loaders
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.merging.plan import plan_run
@@ -123,7 +117,14 @@ class InspectTensor(ExecuteMergeMethodTask):
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim)
         settings = replace(settings, layout=planned.layout(base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
-        measure = partial(_measure, versions, method, settings)
+        name = settings.parameters.get("compute_dtype", "float32")
+        dtype = torch.promote_types(getattr(torch, name), base.dtype)
+
+        def measure(device: torch.device) -> Any:
+            moved = [version.to(device) for version in versions]
+            record = method.merge(moved, settings)[1]
+            return inspect_versions(moved, record, settings.layout, dtype)
+
         try:
             record, comparison = first_that_fits(base.device, measure, "inspect", planned.name)
         except MERGE_ERRORS as error:
@@ -132,23 +133,6 @@ class InspectTensor(ExecuteMergeMethodTask):
         measured = {**comparison, "decisions_of": other}
         seconds = time.perf_counter() - start
         return tensor_record(planned.task.method_name, settings, record, seconds, **measured)
-
-
-def _measure(
-    versions: Sequence[Tensor],
-    method: TaskVectorMethod,
-    settings: TensorSettings,
-    device: torch.device,
-) -> tuple[TensorRecord, dict[str, Any]]:
-    """Look at the versions of a tensor, and at what their merge decides."""
-    base, *experts = tensors = [tensor.to(device) for tensor in versions]
-    comparison = compare_entries(base, experts)
-    record = method.merge(tensors, settings)[1]
-    if settings.layout == "mean" or base.numel() == 0:
-        return record, comparison
-    name = settings.parameters.get("compute_dtype", "float32")
-    dtype = torch.promote_types(getattr(torch, name), base.dtype)
-    return add_subspaces(record, tensors, settings.layout, dtype), comparison
 
 
 def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
