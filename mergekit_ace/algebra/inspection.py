@@ -106,7 +106,9 @@ def inspect_versions(
     if layout == "mean" or tensors[0].numel() == 0:
         return record, comparison
     origins, *others = (as_matrices(tensor, layout) for tensor in tensors)
-    for n in evenly_spaced(len(origins), STACK_SAMPLE) if len(origins) == len(matrices) else ():
+    if len(origins) != len(matrices):
+        return record, comparison
+    for n in evenly_spaced(len(origins), STACK_SAMPLE):
         deltas = (task_vector(own[n], origins[n], dtype) for own in others)
         matrices[n] = replace(matrices[n], subspaces=compare_subspaces(deltas))
     return replace(record, matrices=tuple(matrices)), comparison

@@ -244,8 +244,7 @@ def load_learner(path: str) -> CoefficientFile:
         raise ConfigError(
             f"statsmerging: the learner in {path} has basis: {contents.basis}, input: {kind} and "
             f"granularity: {contents.granularity}; only one with input: shared, trained on task "
-            "vectors per tensor, can predict coefficients for other experts. Use "
-            "`coefficients: PATH` for the experts it was trained on."
+            "vectors per tensor, predicts coefficients of other experts"
         )
     return file
 

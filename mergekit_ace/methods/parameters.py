@@ -36,6 +36,7 @@ def option_parameters(model: type[BaseModel]) -> tuple[NamedParameter, ...]:
     )
 
 
+# That a file can be loaded is known once the config is read, before anything is merged.
 CoefficientPath = Annotated[
     str,
     AfterValidator(lambda path: load_coefficients(path) and path),
