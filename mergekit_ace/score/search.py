@@ -228,12 +228,13 @@ class _Search:
         begun = self._trials("COMPLETE", "PRUNED", "RUNNING")
         if len(begun) >= self.config.trials:
             return None
-        tried = [one.params for one in begun]
+        tried = [one.params.items() for one in begun]
         weights = {name: 1.0 for name in self.ranges if name.startswith("weight.")}
         merges = self.merges.values()
         starts = [weights | start for merge in merges for start in merge.starts()]
-        if start := next((one for one in starts if one not in tried), None):
-            self.study.enqueue_trial(start)
+        left = [one for one in starts if not any(one.items() <= items for items in tried)]
+        if left:
+            self.study.enqueue_trial(left[0])
         # A seed of each trial's own: a study that was stopped goes on alike.
         self.study.sampler = optuna.samplers.GPSampler(
             seed=self.config.seed + len(begun),
