@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,16 @@ import torch
 from mergekit.common import ModelReference
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.methods.architecture import build_empty, read_names
@@ -96,10 +104,25 @@ def add(path: str | Path, **tensors: Tensor) -> None:
     rewrite(path, lambda stored: stored.update(named))
 
 
-def configure(path: str | Path, **changes: object) -> None:
-    """Change `config.json` of a model."""
-    file = Path(path) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def configure(path: str | Path, name: str = "config.json", /, **changes: object) -> None:
+    """Change a file of a model in JSON; None removes a key."""
+    file = Path(path, name)
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
+
+
+def save_tokenizer(
+    path: str | Path, words: Iterable[str], added: Sequence[str] = (), template: str | None = None
+) -> None:
+    """Save a tokenizer of words, which are numbered in their order; the first is for all others."""
+    vocabulary = {word: n for n, word in enumerate(words)}
+    unknown = next(iter(vocabulary))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unknown)
+    fast.add_tokens(list(added))
+    fast.chat_template = template
+    fast.save_pretrained(path)
 
 
 def ace_config(paths: list[str], **config) -> dict:

@@ -54,6 +54,13 @@ def rng() -> torch.Generator:
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The present folder, which is empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def gpu(monkeypatch) -> Iterator[torch.device]:
     """The GPU of this machine, or an imitated one, see `imitated_gpu`."""
     import torch

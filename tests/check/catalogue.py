@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of `check` have in common: the command, its answer, and tokenizers."""
+"""What the tests of `check` have in common: the command, and its answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 
 import yaml
 from click.testing import CliRunner
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from mergekit_ace.cli import main
 
@@ -34,9 +31,3 @@ def findings(config: dict | str, *flags: str) -> dict[str, str]:
         told[level] += line.replace(f"{Path.cwd()}/", "").replace("    → ", " → ") + "\n"
     assert result.exit_code == bool(told["error"]), result.output
     return {level: text.replace("\n →", " →") for level, text in told.items()}
-
-
-def save_tokenizer(path: str | Path, words: list[str]) -> None:
-    """Save a tokenizer of words, which are numbered in their order."""
-    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)

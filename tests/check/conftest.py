@@ -17,13 +17,6 @@ def family(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """The present folder, which is empty."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def paths(family, here) -> list[str]:
     """Copies of the family in the present folder."""
     shutil.copytree(family, here, dirs_exist_ok=True)

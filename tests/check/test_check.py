@@ -3,27 +3,30 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from catalogue import NOTHING, findings, save_tokenizer, write_config
-from checkpoints import ace_config, rewrite, save_family, tiny_llama
-from click.testing import CliRunner
-from mergekit.common import ModelReference
+from catalogue import NOTHING, findings, write_config
+from checkpoints import (
+    ace_config,
+    configure,
+    rewrite,
+    save_family,
+    save_tokenizer,
+    tiny_llama,
+)
+from commands import command
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_architectures import small_model
 
-from mergekit_ace.check.check import Preflight, check_merge
-from mergekit_ace.cli import main
+from mergekit_ace.check.check import MergeEstimate, Preflight, check_merge
 
 Info = namedtuple("Info", "dtype shape")
 
@@ -33,23 +36,21 @@ def checked(config: dict) -> Preflight:
 
 
 def test_what_a_merge_takes(paths):
-    result = checked(ace_config(paths))
-    assert not result.findings
+    def estimate(method: str, **parameters) -> MergeEstimate:
+        result = checked(ace_config(paths, merge_method=method, parameters=parameters))
+        assert not result.findings
+        return result.estimate
+
     tensors = load_file("base/model.safetensors").values()
-    estimate, whole = result.estimate, sum(t.nbytes for t in tensors)
-    assert (estimate.read, estimate.written) == (3 * whole, whole)
-    assert 7e8 + 5 * max(t.nbytes for t in tensors) < estimate.memory < 1e9 + 10 * whole
-    assert estimate.device_memory is None
-
-
-def test_operations_depend_on_the_rule(paths):
-    def operations(method: str, **parameters) -> float:
-        config = ace_config(paths, merge_method=method, parameters=parameters)
-        return checked(config).estimate.operations
-
-    tables = operations("ace_relative", epsilon=0.1)
-    relative = operations("ace_relative", epsilon=0.1, layout="matrix")
-    assert operations("ties", weight=0.5, density=0.5) < tables < relative < operations("ace")
+    ace, whole = estimate("ace"), sum(t.nbytes for t in tensors)
+    assert (ace.read, ace.written) == (3 * whole, whole)
+    assert 7e8 + 5 * max(t.nbytes for t in tensors) < ace.memory < 1e9 + 10 * whole
+    assert ace.device_memory is None
+    ties = estimate("ties", weight=0.5, density=0.5)
+    tables = estimate("ace_relative", epsilon=0.1)
+    relative = estimate("ace_relative", epsilon=0.1, layout="matrix")
+    work = [each.operations for each in (ties, tables, relative, ace)]
+    assert work == sorted(set(work))
 
 
 def test_experts_that_are_packed_in_memory(here):
@@ -68,23 +69,19 @@ def test_experts_that_are_packed_in_memory(here):
 
 
 def test_the_verdict_for_people(paths):
-    path = write_config(ace_config(paths))
-    result = CliRunner().invoke(main, ["check", str(path)])
-    assert result.exit_code == 0
-    starts = [line.split()[0] for line in result.output.splitlines() if line]
+    text = command("check", write_config(ace_config(paths)))
+    starts = [line.split()[0] for line in text.splitlines() if line]
     assert starts == ["nothing", "work", "memory", "disk", "method", "base", "expert", "expert"]
-    assert "method  ACE-Merging: Solves" in result.output
-    assert f"expert  {Path.cwd()}/expert0: 21 tensors, 72.3 kB, F32, vocabulary 40" in result.output
-    write_config(ace_config(paths, parameters={"epsilom": 1}))
-    result = CliRunner().invoke(main, ["check", str(path)])
-    assert result.exit_code == 1
+    assert "method  ACE-Merging: Solves" in text
+    assert f"expert  {Path.cwd()}/expert0: 21 tensors, 72.3 kB, F32, vocabulary 40" in text
+    wrong = ace_config(paths, parameters={"epsilom": 1})
     verdict = "error: parameters: there is no parameter 'epsilom' of ace; mergekit would ignore it "
     verdict += "without a word\n    → did you mean 'epsilon'?\nerrors: 1, warnings: 0\n"
-    assert result.output.startswith(verdict)
+    assert command("check", write_config(wrong), fails=True).startswith(verdict)
 
 
 def test_files_that_mergekit_leaves_out(paths):
-    save_tokenizer("base", ["a", "b", "c", "d"])
+    save_tokenizer("base", "abcd")
     Path("base", "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert findings(ace_config(paths)) == NOTHING
     told = findings(ace_config(paths, tokenizer={"source": "base"}))
@@ -111,8 +108,7 @@ def test_adapters(paths):
     assert findings(config, "--lora-merge-cache", "cache") == NOTHING
     assert not Path("cache").exists()  # nothing was merged for it
     assert not any(model.lora for model in LoaderCache().loaders.keys() - before)
-    content = json.loads(settings.read_text())
-    settings.write_text(json.dumps(content | {"use_dora": True}))
+    configure("adapter", settings.name, use_dora=True)
     assert "adapter → give --lora-merge-cache DIR" in findings(config)["warning"]
     settings.unlink()
     assert "adapter_config.json is missing" in findings(config)["error"]
@@ -125,11 +121,10 @@ def test_room_on_the_disk(paths, monkeypatch):
 
 
 @pytest.fixture
-def hub(paths, here, monkeypatch) -> Callable[..., dict[str, Info]]:
-    """Imitate `org/expert` on the Hub: there is no network here.
+def hub(paths, here, monkeypatch) -> tuple[Path, dict[str, Info]]:
+    """Imitate `org/expert` on the Hub, which this machine does not reach.
 
-    The function takes names of files that the cache holds already, from a folder, and returns the
-    headers that the Hub answers with.
+    Returns the folder of its cache, which holds a config alone, and the headers that the Hub tells.
     """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     tensors = load_file("expert0/model.safetensors")
@@ -139,30 +134,20 @@ def hub(paths, here, monkeypatch) -> Callable[..., dict[str, Info]]:
         "huggingface_hub.get_safetensors_metadata",
         lambda name, revision: SimpleNamespace(files_metadata=files),
     )
-    config_of, base = ModelReference.config, str(here / "base")
-
-    def config(self, trust_remote_code=False):
-        known = self.model.path != "org/expert"
-        return config_of(self if known else ModelReference.parse(base), trust_remote_code)
-
-    monkeypatch.setattr(ModelReference, "config", config)
-
-    def imitate(*cached: Path) -> dict[str, Info]:
-        place = here / "hub" / "models--org--expert"
-        (place / "snapshots" / "5a").mkdir(parents=True)
-        (place / "refs").mkdir()
-        (place / "refs" / "main").write_text("5a")
-        for path in cached:
-            shutil.copyfile(path, place / "snapshots" / "5a" / path.name)
-        return headers
-
-    return imitate
+    folder = here / "hub" / "models--org--expert"
+    (folder / "refs").mkdir(parents=True)
+    for revision in ("main", "v1"):
+        (folder / "refs" / revision).write_text("5a")
+    (folder / "snapshots" / "5a").mkdir(parents=True)
+    shutil.copy("expert0/config.json", folder / "snapshots" / "5a")
+    return folder / "snapshots" / "5a", headers
 
 
 def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub):
     """To have looked at it before brings the index into the cache, and nothing that it names."""
+    cache, headers = hub
     tiny_llama(1).save_pretrained("sharded", max_shard_size="20KB")
-    headers = hub(Path("sharded", "model.safetensors.index.json"))
+    shutil.copy("sharded/model.safetensors.index.json", cache)
     result = checked(ace_config([*paths, "org/expert"]))
     assert result.ok, result.text
     assert "expert  org/expert: 21 tensors, 72.3 kB, F32" in result.text
@@ -173,8 +158,8 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub):
 
 def test_a_tokenizer_that_was_not_downloaded_yet(paths, hub, monkeypatch):
     """As after `AutoModel.from_pretrained`."""
-    save_tokenizer("base", list("abcd"))
-    hub(Path("expert0", "model.safetensors"))
+    save_tokenizer("base", "abcd")
+    shutil.copy("expert0/model.safetensors", hub[0])
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download",
         lambda repo, name, **_: str(Path("base", name).resolve(strict=True)),
@@ -185,7 +170,6 @@ def test_a_tokenizer_that_was_not_downloaded_yet(paths, hub, monkeypatch):
 
 @pytest.mark.parametrize(("trained", "told"), [("v2", True), ("v1", False), (None, False)])
 def test_adapters_of_another_revision_of_their_base(hub, trained, told):
-    hub()
     save_adapter("org/expert", trained)
     answer = findings(ace_config(["org/expert@v1", "org/expert@v1+./adapter"]))
     expected = "was trained on revision v2 of org/expert → write org/expert@v2+"

@@ -11,12 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import NOTHING, findings, save_tokenizer
-from checkpoints import LLAMA, ace_config, add, configure, fine_tuned, rewrite, tiny_llama
+from catalogue import NOTHING, findings
+from checkpoints import (
+    LLAMA,
+    ace_config,
+    add,
+    configure,
+    fine_tuned,
+    rewrite,
+    save_tokenizer,
+    tiny_llama,
+)
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from test_architectures import small_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 UP, NORM, HEAD = "model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"
 ALL = ("base", "expert0", "expert1")
@@ -77,20 +86,7 @@ def saved(name: str = "expert0", shards: str = "1GB", **given: object) -> Make:
 
 def gpt2(config: dict) -> None:
     shutil.rmtree("expert0")
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32}
-    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained("expert0")
-
-
-def forgotten(key: str) -> Make:
-    """A key of an expert's `config.json`."""
-
-    def make(config: dict) -> None:
-        file = Path("expert0", "config.json")
-        content = json.loads(file.read_text())
-        del content[key]
-        file.write_text(json.dumps(content))
-
-    return make
+    small_model("gpt2").save_pretrained("expert0")
 
 
 def words(*of_models: Sequence[str] | None) -> Make:
@@ -112,9 +108,7 @@ def files(name: str, *texts: str) -> Make:
 
 
 def damaged_tokens(config: dict) -> None:
-    file = Path("expert0", "tokenizer.json")
-    model = {"type": "WordLevel", "vocab": {"a": "x"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": model}))
+    configure("expert0", "tokenizer.json", model={"type": "WordLevel", "vocab": {"a": "x"}})
 
 
 def index_of_more(config: dict) -> None:
@@ -139,22 +133,17 @@ def adapter(made_for: str = "", *, damaged: bool = False, **given: object) -> Ma
     return make
 
 
-def linked(config: dict) -> None:
-    os.symlink("expert0", "expert0-link")
-
-
-def no_dtype(config: dict) -> None:
-    del config["dtype"]
-
-
 HALVED = weights(lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
 WIDE_NORM = weights(lambda t: t.update({n: x.bfloat16() for n, x in t.items() if n != NORM}), *ALL)
 GPTQ, FP8 = (settings(quantization_config={"quant_method": name}) for name in ("gptq", "fp8"))
+LINKED, EMPTY = lambda config: os.symlink("expert0", "link"), lambda config: os.mkdir("empty")
 BIAS = {"model__layers__0__self_attn__q_proj__bias": torch.ones(32)}
 ABCD = words("abcd", "abcd", "abcd")
 UNION = merge_of(tokenizer={"source": "union"})
 IN_BFLOAT16 = merge_of(dtype="bfloat16")
-LINEAR = settings(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})
+# Rotary positions, which transformers 5 writes into `rope_parameters`.
+TRANSFORMERS_4 = {"rope_parameters": None, "rope_theta": 1e4}
+LINEAR = settings(**TRANSFORMERS_4, rope_scaling={"type": "linear", "factor": 2.0})
 TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
@@ -163,7 +152,7 @@ ERRORS: list[tuple] = [
     (GPTQ, "remove quantization_config"),
     (retyped("", torch.int8), "expert0 is stored as I8, which cannot be"),
     (retyped(UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
-    (retyped(UP, torch.uint8), no_dtype, "expert0 has 1 tensors in U8"),
+    (retyped(UP, torch.uint8), merge_of(dtype=None), "expert0 has 1 tensors in U8"),
     # Tensors that not all models have.
     (removed(NORM), "expert0 lacks 1 of 21"),
     (added(*ALL, vision__weight=torch.ones(9, 32)), "vision.weight"),
@@ -181,7 +170,7 @@ ERRORS: list[tuple] = [
     (saved(tie_word_embeddings=True), "expert0 ties its head to the"),
     (removed(HEAD), "expert0 has no lm_head.weight"),
     (removed(HEAD, "base"), "base has no lm_head.weight, and its"),
-    (removed(HEAD), forgotten("tie_word_embeddings"), "expert0 has no lm_head.weight"),
+    (removed(HEAD), settings(tie_word_embeddings=None), "expert0 has no lm_head.weight"),
     # Tokens.
     (words("abcd", "acbd", "abcd"), "numbers 2 tokens differently from the ba"),
     (words(None, "acbd", "abcd"), "differently from expert0: 'b'"),
@@ -195,9 +184,9 @@ ERRORS: list[tuple] = [
     (weights(lambda t: t.update({NORM: torch.tensor(1.0)})), "has shape () in expert0, but (32,)"),
     # Files and adapters.
     (index_of_more, "model.safetensors lacks the tensor x that the index expects there"),
-    (forgotten("architectures"), "expert0/config.json has `architectures`: None instead of a list"),
-    (lambda config: os.mkdir("empty"), merge_of("./empty"), "empty holds no weights"),
-    (linked, merge_of("./expert0-link"), "expert0 is listed 2 times: expert0, expert0-link"),
+    (settings(architectures=None), "expert0/config.json has `architectures`: None instead of"),
+    (EMPTY, merge_of("./empty"), "empty holds no weights"),
+    (LINKED, merge_of("./link"), "expert0 is listed 2 times: expert0, link"),
     (adapter(damaged=True), "adapter_model.safetensors is damaged"),
     (adapter(hidden_size=64), "config and base ask for"),
     (adapter(num_hidden_layers=3), "config and base ask for no such tensor"),
@@ -206,14 +195,14 @@ ERRORS: list[tuple] = [
 WARNINGS: list[tuple] = [
     (IN_BFLOAT16, "stored as F32, too early → write `dtype: float32` and `out_dtype: bfloat16`"),
     (IN_BFLOAT16, HALVED, "rounds expert0, stored as F16"),
-    (forgotten("rope_parameters"), LINEAR, "rope_type: linear instead of default"),
+    (LINEAR, "rope_type: linear instead of default"),
     (added("expert0", rotary=torch.zeros(1)), "result lacks 1 tensor of expert0 (rotary)"),
     (words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
     (WIDE_NORM, merge_of(out_dtype="bfloat16"), "mergekit-yaml rounds 1 tensors that all models"),
     (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
     (ABCD, TEMPLATES, "base, whose tokenizer the result has, has no chat template"),
-    (retyped("", torch.bfloat16, 1), no_dtype, "different dtypes"),
+    (retyped("", torch.bfloat16, 1), merge_of(dtype=None), "different dtypes"),
     (settings("base", num_experts=1), settings(num_experts=2), "num_experts: 2 instead of 1"),
     (settings(hidden_act="gelu"), "hidden_act: gelu instead of silu"),
 ]
@@ -224,8 +213,6 @@ OTHER_TOKENS = words(TOKENS, TOKENS[::-1], [*TOKENS, "b"])
 GENERATION = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
 TIED = [settings(model, tie_word_embeddings=True) for model in ALL]
 COUNTERS = {"model__norm__weight": torch.ones(32, dtype=torch.int64)}
-# Rotary positions, which transformers 5 writes into `rope_parameters`.
-TRANSFORMERS_4 = settings(rope_theta=1e4, rope_scaling=None)
 MEAN = merge_of(parameters={"layout": [{"filter": "lm_head", "value": "mean"}, {"value": "auto"}]})
 RIGHT: dict[str, Sequence[Make]] = {
     "the base's tokens": [OTHER_TOKENS, merge_of(tokenizer={"source": "base"})],
@@ -237,7 +224,7 @@ RIGHT: dict[str, Sequence[Make]] = {
     "shards": [saved(shards="20KB")],
     "an adapter": [adapter()],
     "an adapter of a quantised copy": [adapter("x/base-bnb-4bit")],
-    "a config of transformers 4": [forgotten("rope_parameters"), TRANSFORMERS_4],
+    "a config of transformers 4": [settings(**TRANSFORMERS_4)],
     "counters": [added(*ALL, **COUNTERS)],
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import command
 from mergekit.merge_methods import merge_tensors
 
 from mergekit_ace.cli import main, read_config
@@ -29,18 +29,8 @@ CONFIGS = {
 OTHER_KINDS = {"check": "merge", "inspect": "merge", "adapter": "merge"}
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, list(map(str, arguments)))
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_the_overview_cuts_no_command_short():
-    text = invoke("-h").output
+    text = command("-h")
     _, commands = text.split("Commands:\n")
     listed = commands.split("\n\n")[0].splitlines()
     assert {line.split()[0] for line in listed} == set(main.commands)
@@ -50,11 +40,11 @@ def test_the_overview_cuts_no_command_short():
 
 @pytest.mark.parametrize("name", main.commands)
 def test_help_has_an_example_that_works(here, name):
-    text = invoke(name, "-h").output
-    assert text == invoke(name, "--help").output
+    text = command(name, "-h")
+    assert text == command(name, "--help")
     assert ("Dangerous Options:\n" in text) == ("--trust-remote-code" in text)
-    program, command, *arguments = shlex.split(text.split("Example:\n")[1])
-    assert (program, command) == ("mergekit-ace", name)
+    program, given_name, *arguments = shlex.split(text.split("Example:\n")[1])
+    assert (program, given_name) == ("mergekit-ace", name)
     for given in arguments:
         Path(given).touch() if "." in given else Path(given).mkdir()
     main.commands[name].make_context(name, arguments)  # raises for what is not taken
@@ -65,14 +55,13 @@ def test_a_config_of_another_kind_is_told_as_such(here, name):
     taken = {OTHER_KINDS.get(name, name)} | ({"train"} if name == "statistics" else set())
     for kind, text in CONFIGS.items():
         Path("config.yml").write_text(text)
-        said = invoke(name, "config.yml", "out")
-        assert said.exit_code == 1
+        said = command(name, "config.yml", "out", fails=True)
         told = f"config.yml is a config for `mergekit-ace {kind}`"
         if kind == "multi":
             told = "config.yml is a file of several merge configs"
         elif (name, kind) == ("distill", "train"):  # which has some of its settings
             told = "there is no `teacher:`"
-        assert (told in said.output) == (kind not in taken), said.output
+        assert (told in said) == (kind not in taken), said
     assert not list(Path("out").glob("*"))
 
 
@@ -81,9 +70,8 @@ def test_a_config_of_another_kind_is_told_as_such(here, name):
 def test_a_device_that_is_not_there(here, monkeypatch, name, flags):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("config.yml").write_text(CONFIGS[name])
-    said = invoke(name, "config.yml", "out", *flags)
-    assert said.exit_code == 1
-    assert "torch cannot compute on" in said.output
+    said = command(name, "config.yml", "out", *flags, fails=True)
+    assert "torch cannot compute on" in said
     assert not Path("out").exists()
 
 
@@ -96,7 +84,7 @@ def test_only_the_device_is_visible(here, monkeypatch, device, before, after):
     if before is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     Path("config.yml").write_text(CONFIGS["train"])
-    invoke("train", "config.yml", "out", "--device", device)
+    command("train", "config.yml", "out", "--device", device, fails=True)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
@@ -108,22 +96,19 @@ def test_remote_code_is_trusted_on_the_command_line_alone(here):
         settings = read_config(Path("train.yml"), TrainConfig, {"trust_remote_code": given})
         assert settings.trust_remote_code == given
     Path("train.yml").write_text(text + "trust_remote_code: true\n")
-    said = invoke("train", "train.yml", "out")
-    assert said.exit_code == 1
-    assert "trust_remote_code is no setting; give --trust-remote-code" in said.output
+    said = command("train", "train.yml", "out", fails=True)
+    assert "trust_remote_code is no setting; give --trust-remote-code" in said
 
 
 def test_a_misspelt_dtype_of_adapters(here):
     Path("ace.yml").write_text(CONFIGS["merge"])
-    said = invoke("merge", "ace.yml", "out", "--lora-merge-dtype", "f32")
-    assert said.exit_code == 2
-    assert "'f32' is not one of 'bfloat16', 'float16', 'float32', 'float64'" in said.output
+    said = command("merge", "ace.yml", "out", "--lora-merge-dtype", "f32", fails=True)
+    assert "'f32' is not one of 'bfloat16', 'float16', 'float32', 'float64'" in said
 
 
 def test_places_of_results_are_arguments(here):
     tensors = list(torch.randn(3, 6, 4))
     merge_tensors(tensors, "ace", base_index=0, name="w", parameters={"report": "lines.jsonl"})
     for given in ((), ("page.html",)):
-        said = invoke("report", "lines.jsonl", *given)
-        assert said.exit_code == 0, said.output
+        command("report", "lines.jsonl", *given)
     assert Path("report.html").read_bytes() == Path("page.html").read_bytes()

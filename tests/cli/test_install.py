@@ -22,7 +22,9 @@ from checkpoints import ace_config, check_merge, save_family, tiny_llama
 from transformers import LlamaForCausalLM
 
 PROJECT = Path(__file__).resolve().parents[2]
-KINDS = ["wheel", "editable"]  # the sdist builds the same wheel
+# How a user installs us, and what each merges with; the sdist builds the same wheel.
+PROGRAMS = {"wheel": "run_yaml", "editable": "multimerge"}
+OFFLINE = ["--no-build-isolation", "--no-deps", "--no-index"]
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +60,11 @@ class Environment:
     def run(self, code: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return run(self.python, *flags, "-c", code, **environment)
 
+    def modules_at_start(self, **variables: str) -> set[str]:
+        """Return the modules that a Python process imports that does nothing."""
+        result = self.run("pass", "-X", "importtime", **variables)
+        return set(re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)", result.stderr))
+
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory) -> dict[str, Path]:
@@ -75,71 +82,60 @@ def artifacts(tmp_path_factory) -> dict[str, Path]:
     result = subprocess.run([*build, "-t", "sdist"], cwd=copy, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (sdist,) = folder.glob("*.tar.gz")
-    offline = ["--no-build-isolation", "--no-deps", "--no-index"]
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", *offline, copy, "-w", folder / "direct")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", *offline, sdist, "-w", folder / "sdist")
-    (wheel,) = (folder / "direct").glob("*.whl")
-    (from_sdist,) = (folder / "sdist").glob("*.whl")
-    return {"wheel": wheel, "editable": copy, "sdist": from_sdist}
-
-
-def install(environment: Environment, kind: str, artifact: Path) -> None:
-    flags = ["--no-build-isolation", "--no-deps", "--no-index"]
-    flags += ["--editable"] if kind == "editable" else []
-    environment.pip("install", *flags, artifact)
-
-
-@pytest.fixture(scope="module")
-def environments(artifacts, tmp_path_factory) -> dict[str, Environment]:
-    made = {kind: Environment(tmp_path_factory.mktemp(kind) / "venv") for kind in KINDS}
-    for kind, environment in made.items():
-        install(environment, kind, artifacts[kind])
+    made = {"editable": copy}
+    for name, source in (("wheel", copy), ("sdist", sdist)):
+        wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", *OFFLINE, source]
+        run(*wheel, "-w", folder / name)
+        (made[name],) = (folder / name).glob("*.whl")
     return made
 
 
-GET = "from mergekit import merge_methods as m; print(m.get('ace').spec.pretty_name)"
+@pytest.fixture(scope="module", params=PROGRAMS)
+def kind(request) -> str:
+    """How we are installed: the tests run in their order for one, and then for the other."""
+    return request.param
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_known_to_mergekit_with_no_import_of_ours(environments, kind):
-    """And once, if it is imported, too."""
-    result = environments[kind].run(f"{GET}; import mergekit_ace; mergekit_ace.register(); {GET}")
-    assert result.stdout == 2 * "ACE-Merging\n"
-    assert "mergekit-ace" not in result.stderr
+@pytest.fixture(scope="module")
+def environment(kind, artifacts, tmp_path_factory) -> Environment:
+    made = Environment(tmp_path_factory.mktemp(kind) / "venv")
+    made.pip("install", *OFFLINE, *(["--editable"] if kind == "editable" else []), artifacts[kind])
+    return made
 
 
-@pytest.mark.parametrize("program", ["run_yaml", "multimerge"])
-def test_mergekit_in_a_fresh_process(environments, tmp_path, program):
-    paths, out = save_family(tiny_llama(), tmp_path), tmp_path / "merged"
+def test_mergekit_in_a_fresh_process(environment, kind, tmp_path):
+    paths, out, program = save_family(tiny_llama(), tmp_path), tmp_path / "merged", PROGRAMS[kind]
     (tmp_path / "ace.yml").write_text(yaml.safe_dump(ace_config(paths)))
     more = ["-I", tmp_path / "between", "--out-path"] if program == "multimerge" else []
     command = ["-m", f"mergekit.scripts.{program}", tmp_path / "ace.yml", *more, out]
-    run(environments["wheel"].python, *command, HF_HUB_OFFLINE="1")
+    said = run(environment.python, *command, HF_HUB_OFFLINE="1").stderr
+    assert "mergekit-ace: warning" not in said
     check_merge(LlamaForCausalLM, paths, out)
 
 
-def test_a_moved_checkout_is_one_line(artifacts, tmp_path):
+def test_start_up_loads_one_small_module(environment):
+    without = environment.modules_at_start(MERGEKIT_ACE_AUTOLOAD="0")
+    with_us = environment.modules_at_start()
+    assert with_us - without == {"mergekit_ace"}
+    assert not {"torch", "mergekit", "typing", "importlib.util", "importlib.abc"} & with_us
+
+
+def test_a_moved_checkout_is_one_line(environment, kind, artifacts, tmp_path):
     """An editable install whose source is gone: no traceback at every start of Python."""
-    source = tmp_path / "source"
-    shutil.copytree(artifacts["editable"], source)
-    environment = Environment(tmp_path / "venv")
-    install(environment, "editable", source)
-    source.rename(tmp_path / "elsewhere")
-    result = environment.run("print(1)")
+    if kind != "editable":
+        pytest.skip("a wheel needs no checkout")
+    source = artifacts["editable"].rename(tmp_path / "elsewhere")
+    try:
+        result = environment.run("print(1)")
+        assert not environment.run("print(1)", MERGEKIT_ACE_AUTOLOAD="0").stderr
+    finally:
+        source.rename(artifacts["editable"])
     assert result.stdout == "1\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith("mergekit-ace: warning: not loaded: No module named 'mergekit_ace'")
-    assert not environment.run("print(1)", MERGEKIT_ACE_AUTOLOAD="0").stderr
 
 
-def test_sdist_and_source_build_the_same_wheel(artifacts):
-    assert artifacts["wheel"].read_bytes() == artifacts["sdist"].read_bytes()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_uninstall_leaves_nothing(kind, artifacts, tmp_path):
-    environment = Environment(tmp_path / "venv")
-    install(environment, kind, artifacts[kind])
+def test_uninstall_leaves_nothing(environment):
     assert "mergekit_ace.pth" in environment.files()
     environment.run("import mergekit_ace")  # leaves its bytecode
     environment.pip("uninstall", "--yes", "mergekit-ace")
@@ -149,15 +145,5 @@ def test_uninstall_leaves_nothing(kind, artifacts, tmp_path):
     assert not result.stderr
 
 
-def modules_at_start(environment: Environment, **variables: str) -> set[str]:
-    """Return the modules that a Python process imports that does nothing."""
-    result = environment.run("pass", "-X", "importtime", **variables)
-    return set(re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(\S+)", result.stderr))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_start_up_loads_one_small_module(environments, kind):
-    without = modules_at_start(environments[kind], MERGEKIT_ACE_AUTOLOAD="0")
-    with_us = modules_at_start(environments[kind])
-    assert with_us - without == {"mergekit_ace"}
-    assert not {"torch", "mergekit", "typing", "importlib.util", "importlib.abc"} & with_us
+def test_sdist_and_source_build_the_same_wheel(artifacts):
+    assert artifacts["wheel"].read_bytes() == artifacts["sdist"].read_bytes()
