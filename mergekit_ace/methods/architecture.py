@@ -132,13 +132,14 @@ def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
             tied = head is not None and module.weight is head and len(head) >= head.shape[1]
             kinds[f"{path}.weight"] = "head" if tied else "table"
         elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
-            packed = (name for name, p in module.named_parameters() if p.ndim == 3)
-            kinds |= dict.fromkeys((f"{path}.{name}" for name in packed), "transposed")
+            for name, parameter in module.named_parameters():
+                if parameter.ndim == 3:
+                    kinds[f"{path}.{name}"] = "transposed"
     convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
     memory, prefix = read_names(network, stored).memory, f"{network.base_model_prefix}."
     kinds |= {name: kinds[known] for name, known in memory.items() if known in kinds}
-    templates = ((without_numbers(name.removeprefix(prefix)), kinds[name]) for name in kinds)
-    return Kinds(dict(templates), convolutional)
+    templates = {without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()}
+    return Kinds(templates, convolutional)
 
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
