@@ -138,7 +138,9 @@ def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
     convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
     memory, prefix = read_names(network, stored).memory, f"{network.base_model_prefix}."
     kinds.update({name: kinds[known] for name, known in memory.items() if known in kinds})
-    templates = {without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()}
+    templates: dict[str, StoredKind] = {
+        without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()
+    }
     return Kinds(templates, convolutional)
 
 
