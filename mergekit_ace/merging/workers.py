@@ -12,9 +12,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _ATTEMPTS = 3  # with workers that die before a shard is finished
 START_METHOD = "spawn" if os.name == "nt" else "forkserver"
 # Imported once, by the process from which all workers are forked.
 PRELOADED = ["mergekit_ace.merging.run", "mergekit.merge_methods"]
+_WORK: list[Any] = []  # in a worker process: the job, and its shards
 Results = Generator[tuple[Shard, ShardResult], None, None]
 Compute = Callable[[Sequence[Shard], tqdm], Results]
 
@@ -56,68 +58,72 @@ def assign_gpus(device: str | None, count: int) -> list[str | None]:
 
 
 def _compute_in_processes(
-    job: MergeJob, gpus: Sequence[str | None], shards: Sequence[Shard], bar: tqdm
+    job: MergeJob, gpus: Sequence[str | None], shards: Sequence[Shard], _: tqdm
 ) -> Results:
     """Compute shards in processes of this machine, one for each entry of `gpus`.
 
-    Where one dies, the others go on without it: there may not be memory for all of them at once.
+    The death of one breaks their pool. Another pool with one process less computes what is missing:
+    there may not be memory for all of them at once.
+    """
+    others = set(multiprocessing.active_children())
+    missing, fruitless = list(shards), 0
+    while missing:
+        done = set()
+        pool = _process_pool(job, missing, gpus[: len(missing)])
+        try:
+            with suppress(BrokenProcessPool, BrokenPipeError):
+                futures = {pool.submit(_compute_here, n): n for n in range(len(missing))}
+                for future in as_completed(futures):
+                    if not future.exception():
+                        done.add(futures[future])
+                        yield missing[futures[future]], future.result()
+        finally:
+            # At once: a worker that died while others wait for their end may have locked a queue.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+        missing = [shard for n, shard in enumerate(missing) if n not in done]
+        if missing:
+            fruitless = 0 if done else fruitless + 1
+            gpus = gpus[: max(1, len(gpus) - 1)]
+            text = "a worker died: out of memory, or killed"
+            if fruitless == _ATTEMPTS:
+                text = f"{_ATTEMPTS} times {text}, before it was finished; give fewer --workers"
+                yield missing[0], ShardResult(error=text)
+            tqdm.write(f"{text}; {min(len(gpus), len(missing))} go on", file=sys.stderr)
+
+
+def _process_pool(
+    job: MergeJob, shards: Sequence[Shard], gpus: Sequence[str | None]
+) -> ProcessPoolExecutor:
+    """Return a pool with a process for each entry of `gpus`.
+
+    Nothing that is larger than what a pipe takes at once is sent to a process later, or back:
+    where one is killed in the midst of a message, some versions of Python wait for the rest.
     """
     context = multiprocessing.get_context(START_METHOD)
     context.set_forkserver_preload(PRELOADED)
-    waiting, deaths = deque(range(len(shards))), 0
-    processes: dict[Connection, Any] = {}
-    computing: dict[Any, int] = {}  # numbers of shards
-
-    def start(gpu: str | None) -> None:
-        here, there = context.Pipe()
-        processes[here] = context.Process(target=_work, args=(job, shards, gpu, there), daemon=True)
-        processes[here].start()
-        there.close()
-
-    try:
-        for gpu in gpus[: len(shards)]:
-            start(gpu)
-        while waiting or computing:
-            for idle in processes.keys() - computing.keys():
-                if waiting:
-                    computing[idle] = waiting.popleft()
-                    with suppress(BrokenPipeError):  # it died; nothing will come back
-                        idle.send(computing[idle])
-            ready: list[Any] = wait(list(computing))
-            for connection in ready:
-                number = computing.pop(connection)
-                try:
-                    result = connection.recv()
-                except (EOFError, OSError):
-                    processes.pop(connection).join()
-                    waiting.appendleft(number)
-                    deaths += 1
-                    text = "a worker died: out of memory, or killed"
-                    if deaths == _ATTEMPTS:
-                        text = f"{_ATTEMPTS} times {text}, before it was finished"
-                        yield shards[number], ShardResult(error=f"{text}; give fewer --workers")
-                    if not processes:
-                        start(gpus[0])
-                    tqdm.write(f"{text}; {len(processes)} go on", file=sys.stderr)
-                else:
-                    deaths = 0
-                    yield shards[number], result
-    finally:
-        for process in processes.values():
-            process.kill()
+    names = context.SimpleQueue()
+    for name in gpus:
+        names.put(name)
+    return ProcessPoolExecutor(len(gpus), context, _start_worker, (job, shards, names))
 
 
-def _work(job: MergeJob, shards: Sequence[Shard], gpu: str | None, driver: Connection) -> None:
-    """Compute shards in a process of its own, whichever numbers the driver sends."""
-    if gpu is not None:
+def _start_worker(job: MergeJob, shards: Sequence[Shard], gpus: Any) -> None:
+    """Prepare a process of a pool."""
+    _WORK[:] = job, shards
+    if (gpu := gpus.get()) is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before torch looks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides
     # Forked workers share the lock of tqdm's bars, which mergekit's bars take even where none is
     # shown: a worker that is killed while it has the lock would stop all others.
     tqdm.set_lock(threading.RLock())
     threading.Thread(target=_exit_with_driver, daemon=True).start()
-    while True:
-        driver.send(compute_shard(job, shards[driver.recv()]))
+
+
+def _compute_here(index: int) -> ShardResult:
+    job, shards = _WORK
+    return compute_shard(job, shards[index])
 
 
 def _exit_with_driver() -> None:
