@@ -18,12 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.methods.architecture import build_empty, read_names
@@ -39,9 +34,14 @@ LLAMA = {
 }
 
 
-def tiny_llama(seed: int = 0, **config) -> LlamaForCausalLM:
+def tiny(kind: type, seed: int = 0, **config) -> Any:
+    """A model of a class of transformers, always with the same weights."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **config})).eval()
+    return kind(kind.config_class(**config)).eval()
+
+
+def tiny_llama(seed: int = 0, **config) -> LlamaForCausalLM:
+    return tiny(LlamaForCausalLM, seed, **{**LLAMA, **config})
 
 
 @torch.no_grad()

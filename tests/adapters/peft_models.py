@@ -8,33 +8,24 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from checkpoints import tiny_llama
+from checkpoints import ace_config, tiny, tiny_llama
+from families import GPT2, MIXTRAL, SMALL
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import GPT2LMHeadModel, GptOssForCausalLM, MixtralForCausalLM, OPTForCausalLM
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
+from mergekit_ace.adapters.read import read_adapter
+
+tied_llama = partial(tiny_llama, tie_word_embeddings=True)
+gpt2 = partial(tiny, GPT2LMHeadModel, **GPT2, tie_word_embeddings=False)
+opt = partial(tiny, OPTForCausalLM, **SMALL, ffn_dim=24, word_embed_proj_dim=16)
+mixtral = partial(tiny, MixtralForCausalLM, **MIXTRAL)
+gpt_oss = partial(tiny, GptOssForCausalLM, **MIXTRAL, head_dim=8)
 
 
 class Convolution(nn.Module):
@@ -43,30 +34,6 @@ class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.line, self.proj = nn.Conv1d(4, 5, 3), nn.Linear(6, 6)
-
-
-def tied_llama() -> nn.Module:
-    return tiny_llama(tie_word_embeddings=True)
-
-
-def gpt2() -> nn.Module:
-    shape = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=False))
-
-
-def opt() -> nn.Module:
-    more = {"ffn_dim": 24, "word_embed_proj_dim": 16}
-    return OPTForCausalLM(OPTConfig(**SMALL, **more))
-
-
-def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2))
-
-
-def gpt_oss() -> nn.Module:
-    return GptOssForCausalLM(
-        GptOssConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2, head_dim=8)
-    )
 
 
 def _lora(targets: list[str] | str = (), **options) -> dict:
@@ -149,7 +116,7 @@ def compare_changes(got: dict, expected: dict, origin: dict, bar: float = 5e-5) 
     assert changed
 
 
-def edit_config(folder: str | Path, **values) -> None:
+def edit_config(folder: str | Path, values: dict) -> None:
     """Change the config of an adapter."""
     path = Path(folder, "adapter_config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -161,6 +128,12 @@ def edit_tensors(folder: str | Path, change: Callable[[dict], object] | dict[str
     tensors = load_file(path)
     tensors.update(change) if isinstance(change, dict) else change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def dense_changes(folder: str | Path, network: nn.Module | None = None) -> dict[str, Tensor]:
+    """What an adapter adds to a base, by default the tiny Llama."""
+    changes = read_adapter(str(folder), network or tiny_llama().to("meta")).changes
+    return {name: change.factors().dense().float() for name, change in changes.items()}
 
 
 def save_adapters(folder: Path, build, *options: dict) -> list[str]:
@@ -175,11 +148,8 @@ def save_adapters(folder: Path, build, *options: dict) -> list[str]:
 
 def config_of(paths: list[str], method: str, **parameters) -> dict:
     """A config that merges the adapters of a base, the first path."""
-    config = {
-        "merge_method": method,
-        "models": [{"model": f"{paths[0]}+{path}"} for path in paths[1:]],
-        "dtype": "float32",
-    }
-    if method != "linear":
-        config["base_model"] = paths[0]
-    return {**config, "parameters": parameters} if parameters else config
+    adapted = [f"{paths[0]}+{path}" for path in paths[1:]]
+    config = ace_config([paths[0], *adapted], merge_method=method, parameters=parameters)
+    if method == "linear":
+        del config["base_model"]
+    return config

@@ -11,32 +11,20 @@ import pytest
 import torch
 import yaml
 from checkpoints import tiny_llama
-from commands import command
+from commands import command, run_config
 from filelock import FileLock
 from peft_models import (
     LINEAR,
     compare_changes,
     config_of,
+    dense_changes,
     edit_config,
     edit_tensors,
-    save_adapters,
     train_by_chance,
     trained,
 )
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
-
-from mergekit_ace.adapters.read import read_adapter
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> list[str]:
-    """A base and three adapters of different ranks and targets."""
-    settings = {"target_modules": LINEAR, "lora_alpha": 0.3, "r": 2, "task_type": "CAUSAL_LM"}
-    some = {**settings, "target_modules": ["q_proj", "up_proj"], "r": 4}
-    folder = tmp_path_factory.mktemp("family")
-    return save_adapters(folder, tiny_llama, settings, {**settings, "r": 3}, some)
 
 
 @pytest.fixture
@@ -46,15 +34,7 @@ def own(family, tmp_path) -> list[str]:
 
 
 def run(config: dict, folder: Path, *flags: object, fails: bool = False) -> str:
-    path = folder / "config.yml"
-    path.write_text(yaml.safe_dump(config))
-    return command("adapter", path, folder / "adapter", *flags, fails=fails)
-
-
-def deltas(folder: str | Path) -> dict[str, Tensor]:
-    """What an adapter of `family`'s base adds."""
-    changes = read_adapter(str(folder), tiny_llama().to("meta")).changes
-    return {name: change.factors().dense() for name, change in changes.items()}
+    return run_config("adapter", config, folder / "adapter", *flags, fails=fails, quiet=False)
 
 
 def test_what_is_written(own, tmp_path):
@@ -99,9 +79,9 @@ def test_transformers_loads_it_by_itself(case, tmp_path):
 
 def test_a_rank_cuts_the_smallest_directions_and_says_how_much(family, tmp_path):
     run(config_of(family, "ace"), tmp_path)
-    whole = deltas(tmp_path / "adapter")
+    whole = dense_changes(tmp_path / "adapter")
     said = run(config_of(family, "ace"), tmp_path, "--rank", 3, "--overwrite")
-    cut = deltas(tmp_path / "adapter")
+    cut = dense_changes(tmp_path / "adapter")
     assert whole.keys() == cut.keys()
     lost = 0.0
     for name, full in whole.items():
@@ -131,7 +111,7 @@ def test_adapters_that_change_nothing(own, tmp_path):
     edit_tensors(own[1], lambda tensors: silence(tensors, "layers.1.mlp.up_proj"))
     edit_tensors(own[2], silence)
     run(config_of(own, "ace"), tmp_path)
-    found, expected = deltas(tmp_path / "adapter"), deltas(own[1])
+    found, expected = dense_changes(tmp_path / "adapter"), dense_changes(own[1])
     compare_changes(found, expected, {}, bar=1e-6)
     assert not found["model.layers.1.mlp.up_proj.weight"].any()
     shutil.rmtree(tmp_path / "adapter")
@@ -171,7 +151,6 @@ def test_what_is_no_adapter_of_the_base(own, tmp_path):
     [
         ("linear", {"weight": 0.2, "normalize": False}, ["sum to 0.6", "the base itself"]),
         ("karcher", {}, ["makes no adapter", "mergekit-ace merge"]),
-        ("consensus_ta", {}, ["merge_method: consensus_ta makes no adapter: "]),
         ("wudi", {}, ["merge_method: wudi makes no adapter: "]),
         ("ace", {"epsilon": -1}, ["epsilon"]),
         ("ace", {"layout": [{"filter": "no_such_part", "value": "matrix"}]}, ["no_such_part"]),
@@ -206,16 +185,11 @@ def test_nothing_is_replaced_unasked(own, tmp_path):
     edit_tensors(own[2], spoil)  # found on the way: the old one stays whole
     run(config_of(own, "ace_relative"), tmp_path, "--overwrite", fails=True)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.parametrize("part", [0, 1])
-def test_what_is_read_is_never_replaced(own, tmp_path, part):
-    before = {path: path.read_bytes() for path in Path(own[part]).iterdir()}
-    path = tmp_path / "config.yml"
-    path.write_text(yaml.safe_dump(config_of(own, "ace")))
-    said = command("adapter", path, own[part], "--overwrite", fails=True)
-    assert f"{own[part]} holds a model, or an adapter that is merged" in said
-    assert {path: path.read_bytes() for path in Path(own[part]).iterdir()} == before
+    for read in own[:2]:
+        before = {path: path.read_bytes() for path in Path(read).iterdir()}
+        said = command("adapter", tmp_path / "adapter.yml", read, "--overwrite", fails=True)
+        assert f"{read} holds a model, or an adapter that is merged" in said
+        assert {path: path.read_bytes() for path in Path(read).iterdir()} == before
 
 
 def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
@@ -223,8 +197,7 @@ def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     assert several in run(config_of(family, "ace"), tmp_path, "--overwrite")
     for config in (config_of(family[:3], "ace"), config_of(family, "ace", **{"lambda": 0.5})):
         assert several not in run(config, tmp_path, "--overwrite")
-    path = tmp_path / "other"
-    shutil.copytree(family[1], path)
-    edit_config(path, base_model_name_or_path="some/other-model")
+    path = shutil.copytree(family[1], tmp_path / "other")
+    edit_config(path, {"base_model_name_or_path": "some/other-model"})
     run(config_of([family[0], str(path)], "ace"), tmp_path, "--overwrite")
     assert f"the adapter {path} was trained on some/other-model, not on" in caplog.text

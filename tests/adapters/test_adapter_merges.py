@@ -3,28 +3,24 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from checkpoints import tiny_llama
 from coefficient_files import make_file
-from commands import command
+from commands import command, run_config
 from imitated_gpu import GPU, imitated_gpu
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
-from mergekit.merge import run_merge
-from mergekit.options import MergeOptions
 from peft import PeftModel
 from peft_models import (
     CASES,
     LINEAR,
     compare_changes,
     config_of,
+    dense_changes,
     mixtral,
     save_adapters,
     tied_llama,
@@ -34,11 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mergekit_ace.adapters import command as adapter_command
-from mergekit_ace.adapters import merge as adapter_merge
-from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.algebra.ace import RelativeOptions
-from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.naming import FileError
 from mergekit_ace.report.record import read_records
@@ -50,34 +42,15 @@ original = ModelReference.merged
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory) -> list[str]:
-    """A llama, and three adapters of different ranks and targets."""
-    every = {"target_modules": LINEAR, "lora_alpha": 0.3, "r": 2}
-    some = {**every, "target_modules": ["q_proj", "up_proj"], "r": 4}
-    folder = tmp_path_factory.mktemp("family")
-    return save_adapters(folder, tiny_llama, every, {**every, "r": 3}, some)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    """Where mergekit keeps adapters that it has merged into the base."""
-    return tmp_path_factory.mktemp("cache")
+def cached(tmp_path_factory) -> tuple[str, ...]:
+    """How mergekit merges adapters into the base first, which it keeps."""
+    cache = ("--lora-merge-cache", str(tmp_path_factory.mktemp("cache")))
+    return (*cache, "--lora-merge-dtype", "float32", "--no-copy-tokenizer")
 
 
 def run(kind: str, config: dict, out: Path, *flags: object, fails: bool = False) -> str:
-    """Merge by a config; what the command says."""
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(config))
     own = ("--no-copy-tokenizer",) if kind == "merge" else ()
-    return command(kind, path, out, *own, *flags, fails=fails)
-
-
-def full_merge(config: dict, out: Path, cache: Path) -> None:
-    """Merge by `mergekit-yaml`."""
-    options = MergeOptions(
-        lora_merge_cache=str(cache), lora_merge_dtype="float32", quiet=True, copy_tokenizer=False
-    )
-    run_merge(MergeConfiguration.model_validate(config), str(out), options)
+    return run_config(kind, config, out, *own, *flags, fails=fails, quiet=False)
 
 
 def _only_full(self, *arguments, **named):
@@ -99,14 +72,17 @@ def merged(kind: str, config: dict, base: str, out: Path, *flags: object) -> dic
     return PeftModel.from_pretrained(load(base), out).merge_and_unload().state_dict()
 
 
-def compare(
-    config: dict, base: str, folder: Path, cache: Path, *kinds: str, theirs: dict | None = None
-) -> None:
-    """Compare task vectors of all ways."""
-    full_merge(theirs or config, folder / "theirs", cache)
-    expected, origin = load(folder / "theirs").state_dict(), load(base).state_dict()
-    for kind in kinds or ("merge", "adapter"):
-        compare_changes(merged(kind, config, base, folder / kind), expected, origin)
+@pytest.fixture
+def compare(mergekit_yaml, cached, tmp_path) -> Callable[..., None]:
+    """Compare the task vectors of mergekit's merge of full models with those of our commands."""
+
+    def all_ways(config: dict, base: str, *kinds: str, theirs: dict | None = None) -> None:
+        full = mergekit_yaml(theirs or config, *cached, out="theirs")
+        expected, origin = load(full).state_dict(), load(base).state_dict()
+        for kind in kinds or ("merge", "adapter"):
+            compare_changes(merged(kind, config, base, tmp_path / kind), expected, origin)
+
+    return all_ways
 
 
 METHODS = [  # with parameters, and weights of the experts
@@ -131,14 +107,12 @@ METHODS = [  # with parameters, and weights of the experts
 
 
 @pytest.mark.parametrize(("method", "parameters", "weights"), METHODS)
-def test_the_same_config_gives_the_same_weights(
-    family, cache, tmp_path, method, parameters, weights
-):
+def test_the_same_config_gives_the_same_weights(family, compare, method, parameters, weights):
     config = config_of(family, method, **parameters)
     for model, weight in zip(config["models"], weights, strict=False):
         model["parameters"] = {"weight": weight}
     no_adapter = method == "ties" or not parameters.get("normalize", True)
-    compare(config, family[0], tmp_path, cache, *["merge"] * no_adapter)
+    compare(config, family[0], *["merge"] * no_adapter)
 
 
 KINDS = [case for case in CASES if CASES[case][0] is not tied_llama]
@@ -147,7 +121,7 @@ KINDS = [case for case in CASES if CASES[case][0] is not tied_llama]
 @pytest.mark.parametrize(
     ("case", "method"), [*((case, "ace_relative") for case in KINDS), ("table", "ace")]
 )
-def test_every_kind_is_merged_as_full_models(tmp_path, case, method):
+def test_every_kind_is_merged_as_full_models(compare, tmp_path, case, method):
     """What adapters have by their layers, `side: auto`, has to be said of full models."""
     build, options = CASES[case]
     paths = save_adapters(tmp_path, build, *[options] * 3)
@@ -157,28 +131,30 @@ def test_every_kind_is_merged_as_full_models(tmp_path, case, method):
     theirs = {**config, "models": [{"model": one.model.path} for one in full]}
     theirs["parameters"] = {"side": "outputs"}
     kinds = ("merge",) if case == "saved" else ("merge", "adapter")
-    compare(config, paths[0], tmp_path, tmp_path, *kinds, theirs=theirs)
+    compare(config, paths[0], *kinds, theirs=theirs)
 
 
-def test_coefficients_and_a_base_that_takes_part(family, cache, tmp_path):
+def test_coefficients(family, compare, tmp_path):
     names, models = list(load(family[0]).state_dict()), [f"{family[0]}+{p}" for p in family[1:]]
     parameters = RelativeOptions().model_dump(mode="json")
     path = str(tmp_path / "coefficients.safetensors")
     make_file(names, models, basis="ace_relative", parameters=parameters).save(path)
-    compare(config_of(family, "ace_relative", coefficients=path), family[0], tmp_path, cache)
+    compare(config_of(family, "ace_relative", coefficients=path), family[0])
+
+
+def test_a_base_that_takes_part(family, compare):
     config = config_of(family, "linear", weight=0.3)
     config["models"].append({"model": family[0], "parameters": {"weight": 0.5}})
-    (tmp_path / "other").mkdir()
-    compare(config, family[0], tmp_path / "other", cache)
+    compare(config, family[0])
 
 
-def test_a_merged_adapter_merges_again(family, cache, tmp_path):
+def test_a_merged_adapter_merges_again(family, compare, tmp_path):
     run("adapter", config_of(family[:3], "ace"), tmp_path / "first")
     paths = [family[0], str(tmp_path / "first"), family[3]]
-    compare(config_of(paths, "ace"), family[0], tmp_path, cache)
+    compare(config_of(paths, "ace"), family[0])
 
 
-def test_layers_elsewhere_and_full_models(family, cache, tmp_path):
+def test_layers_elsewhere_and_full_models(family, compare, tmp_path):
     """Each adapter has its own layer there, the other way round in the result."""
     full = str(tmp_path / "full")
     tiny_llama(seed=5).save_pretrained(full)
@@ -189,7 +165,7 @@ def test_layers_elsewhere_and_full_models(family, cache, tmp_path):
     ]
     config = {"merge_method": "ace", "base_model": family[0], "slices": slices, "dtype": "float32"}
     config["parameters"] = {"weight": 0.7}
-    compare(config, family[0], tmp_path, cache, "merge")
+    compare(config, family[0], "merge")
 
 
 def test_experts_that_the_base_stores_one_by_one(tmp_path):
@@ -203,11 +179,11 @@ def test_experts_that_the_base_stores_one_by_one(tmp_path):
     assert "merge_and_unload" in said
 
 
-def test_the_reports_are_those_of_the_full_merge(family, cache, tmp_path):
+def test_the_reports_are_those_of_the_full_merge(family, cached, mergekit_yaml, tmp_path):
     """And a merge has the dtypes that are asked for."""
     reports = {name: tmp_path / f"{name}.jsonl" for name in ("full", "adapter", "merge")}
     configs = {n: config_of(family, "ace", report=str(path)) for n, path in reports.items()}
-    full_merge(configs["full"], tmp_path / "full", cache)
+    mergekit_yaml(configs["full"], *cached)
     run("adapter", configs["adapter"], tmp_path / "adapter")
     dtypes = {"dtype": "bfloat16", "out_dtype": "float16"}
     run("merge", configs["merge"] | dtypes, tmp_path / "merge")
@@ -293,10 +269,7 @@ def tables(tmp_path) -> list[str]:
 def written(kind: str, config: dict, out: Path, *flags: object) -> dict[str, Tensor]:
     """The tensors of a full merge; of an adapter, the products, whose factors' signs are open."""
     run(kind, config, out, *flags)
-    if kind == "merge":
-        return load_file(out / "model.safetensors")
-    changes = read_adapter(str(out), tiny_llama().to("meta")).changes
-    return {name: change.factors().dense().float() for name, change in changes.items()}
+    return load_file(out / "model.safetensors") if kind == "merge" else dense_changes(out)
 
 
 @pytest.mark.parametrize(("method", "weight"), [("ace", {}), ("linear", {"weight": 0.5})])
@@ -310,20 +283,9 @@ def test_devices(gpu, tmp_path, tables, kind, method, weight):
 
 @pytest.mark.parametrize("kind", ["adapter", "merge"])
 def test_full_devices(monkeypatch, tmp_path, caplog, tables, kind):
-    """There is room for what is on the GPU already, and nothing more."""
-    config, merge_changes = config_of(tables, "ace"), adapter_merge.merge_changes
+    config = config_of(tables, "ace")
     expected = written(kind, config, tmp_path / "cpu")
-    with imitated_gpu(monkeypatch) as device:
-
-        def beside_others(*arguments: Any, **named: Any) -> tuple[LowRank | None, float]:
-            device.memory = device.used
-            try:
-                return merge_changes(*arguments, **named)
-            finally:
-                device.memory = math.inf
-
-        for module in (adapter_merge, adapter_command):
-            monkeypatch.setattr(module, "merge_changes", beside_others)
+    with imitated_gpu(monkeypatch, memory=6500):  # bytes: of any one matrix, but not of a merge
         found = written(kind, config, tmp_path / "gpu", "--device", GPU)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

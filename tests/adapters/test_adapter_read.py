@@ -11,15 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import tiny_llama
-from peft_models import (
-    CASES,
-    Convolution,
-    Trained,
-    edit_config,
-    edit_tensors,
-    train_by_chance,
-    trained,
-)
+from peft_models import Convolution, Trained, edit_config, edit_tensors, train_by_chance, trained
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
@@ -41,22 +33,6 @@ def folder(made, tmp_path) -> Path:
     return shutil.copytree(made.folder, tmp_path / "adapter")
 
 
-def compare(made: Trained, folder: Path) -> None:
-    """Compare the weights of the base with an adapter's changes, in float64, with PEFT's."""
-    weights = {name: tensor.double() for name, tensor in made.base.state_dict().items()}
-    changes = read_adapter(str(folder), made.network()).changes
-    weights |= {name: change.apply(weights[name]) for name, change in changes.items()}
-    merged = {name: tensor.double() for name, tensor in made.merged.items()}
-    torch.testing.assert_close(weights, merged, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_changes_are_what_peft_merges(case, tmp_path):
-    made = trained(case, tmp_path)
-    edit_config(tmp_path, fan_in_fan_out=False)  # PEFT sets it by the module that it wrapped last
-    compare(made, tmp_path)
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -72,10 +48,14 @@ def test_changes_are_what_peft_merges(case, tmp_path):
 )
 def test_settings_that_change_nothing(made, folder, monkeypatch, values):
     """And the code that a config names is not imported."""
-    edit_config(folder, **values)
+    edit_config(folder, values)
     monkeypatch.syspath_prepend(folder)
     (folder / "this_would_run.py").write_text("raise SystemExit")
-    compare(made, folder)
+    weights = {name: tensor.double() for name, tensor in made.base.state_dict().items()}
+    changes = read_adapter(str(folder), made.network()).changes
+    weights |= {name: change.apply(weights[name]) for name, change in changes.items()}
+    merged = {name: tensor.double() for name, tensor in made.merged.items()}
+    torch.testing.assert_close(weights, merged, rtol=0, atol=2e-6)
 
 
 def test_a_bin_file_is_not_opened(made, folder):
@@ -113,61 +93,58 @@ def refuse(folder: Path, *words: str, network=None) -> None:
     assert [word for word in (str(folder), *words) if word not in message] == [], message
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        *(({"peft_type": kind}, [kind, "save_as_lora", "merge_and_unload"]) for kind in OTHERS),
-        ({"use_dora": True}, ["use_dora", "save_as_lora", "merge_and_unload"]),
-        ({"lora_bias": True}, ["lora_bias", "merge_and_unload"]),
-        ({"bias": "all"}, ["`bias`: all", "merge_and_unload"]),
-        ({"ensure_weight_tying": True}, ["ensure_weight_tying", "merge_and_unload"]),
-        ({"trainable_token_indices": [3]}, ["trainable_token_indices"]),
-        ({"layer_replication": [[0, 2], [1, 2]]}, ["layer_replication"]),
-        ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["megatron_config"]),
-        ({"init_lora_weights": "pissa_niter_4"}, ["path_initial_model_for_weight_conversion"]),
-        ({"use_something_new": True}, ["use_something_new", "update peft"]),
-        ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
-        ({"lora_alpha": "16"}, ["PEFT cannot put", "str"]),
-        ({"r": 8}, ["lora_", "(4, ", "(8, ", "rank_pattern"]),
-        ({"target_modules": "("}, ["PEFT cannot put", "unterminated"]),
-        ({"task_type": "NONE_SUCH"}, ["NONE_SUCH"]),
-        ({"peft_type": None}, ["peft_type"]),
-        ({"target_modules": ["v_proj"]}, ["targets", "down_proj"]),
-    ],
-    ids=str,
-)
-def test_a_config_that_cannot_be_merged(folder, values, words):
-    edit_config(folder, **values)
-    refuse(folder, *words)
-
-
-def test_a_scale_of_zero_is_warned_of(folder, caplog):
-    edit_config(folder, lora_alpha=0)
-    read_adapter(str(folder), tiny_llama().to("meta"))
-    assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
-
-
 def moved(tensors: dict[str, Tensor]) -> None:
     tensors[f"{Q}.lora_A.default.weight"] = tensors.pop(A)
 
 
+CONFIGS = [
+    *(({"peft_type": kind}, [kind, "save_as_lora", "merge_and_unload"]) for kind in OTHERS),
+    ({"use_dora": True}, ["use_dora", "save_as_lora", "merge_and_unload"]),
+    ({"lora_bias": True}, ["lora_bias", "merge_and_unload"]),
+    ({"bias": "all"}, ["`bias`: all", "merge_and_unload"]),
+    ({"ensure_weight_tying": True}, ["ensure_weight_tying", "merge_and_unload"]),
+    ({"trainable_token_indices": [3]}, ["trainable_token_indices"]),
+    ({"layer_replication": [[0, 2], [1, 2]]}, ["layer_replication"]),
+    ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["megatron_config"]),
+    ({"init_lora_weights": "pissa_niter_4"}, ["path_initial_model_for_weight_conversion"]),
+    ({"use_something_new": True}, ["use_something_new", "update peft"]),
+    ({"r": 0}, ["`r` should be a positive integer", "correct its config"]),
+    ({"lora_alpha": "16"}, ["PEFT cannot put", "str"]),
+    ({"r": 8}, ["lora_", "(4, ", "(8, ", "rank_pattern"]),
+    ({"target_modules": "("}, ["PEFT cannot put", "unterminated"]),
+    ({"task_type": "NONE_SUCH"}, ["NONE_SUCH"]),
+    ({"peft_type": None}, ["peft_type"]),
+    ({"target_modules": ["v_proj"]}, ["targets", "down_proj"]),
+]
+TENSORS = [
+    (lambda tensors: tensors.pop(A), [f"lacks {A}"]),
+    (lambda tensors: tensors.pop(B), [f"lacks {B}"]),
+    (lambda tensors: tensors.clear(), ["no tensors"]),
+    ({A: torch.ones(3, 32)}, ["(3, 32)", "(4, 32)", "q_proj"]),
+    ({A: torch.ones(0, 32)}, [A, "empty", "ZeRO-3"]),
+    ({"base_model.model.lm_head.weight": torch.ones(0)}, ["lm_head", "empty", "ZeRO-3"]),
+    (moved, ["no such tensor", "q_proj"]),
+    ({f"{Q}.lora_magnitude_vector": torch.ones(32)}, ["lora_magnitude_vector"]),
+    ({A: torch.ones(4, 32).char()}, [A, "is in I8", "quantised"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("edit", "change", "words"),
     [
-        (lambda tensors: tensors.pop(A), [f"lacks {A}"]),
-        (lambda tensors: tensors.pop(B), [f"lacks {B}"]),
-        (lambda tensors: tensors.clear(), ["no tensors"]),
-        ({A: torch.ones(3, 32)}, ["(3, 32)", "(4, 32)", "q_proj"]),
-        ({A: torch.ones(0, 32)}, [A, "empty", "ZeRO-3"]),
-        ({"base_model.model.lm_head.weight": torch.ones(0)}, ["lm_head", "empty", "ZeRO-3"]),
-        (moved, ["no such tensor", "q_proj"]),
-        ({f"{Q}.lora_magnitude_vector": torch.ones(32)}, ["lora_magnitude_vector"]),
-        ({A: torch.ones(4, 32).char()}, [A, "is in I8", "quantised"]),
+        *((edit_config, *row) for row in CONFIGS),
+        *((edit_tensors, *row) for row in TENSORS),
     ],
 )
-def test_tensors_that_are_no_adapter(folder, change, words):
-    edit_tensors(folder, change)
+def test_what_cannot_be_merged(folder, edit, change, words):
+    edit(folder, change)
     refuse(folder, *words)
+
+
+def test_a_scale_of_zero_is_warned_of(folder, caplog):
+    edit_config(folder, {"lora_alpha": 0})
+    read_adapter(str(folder), tiny_llama().to("meta"))
+    assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
 
 
 def test_numbers_that_are_none(made, folder):

@@ -7,45 +7,39 @@ import copy
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from checkpoints import LLAMA, ace_config, fine_tuned, save_family, state, tiny_llama
-from commands import command
+from checkpoints import LLAMA, ace_config, fine_tuned, state, tiny, tiny_llama
+from commands import command, run_config
 from families import sentence, tokenizer, write_rows
 from filelock import FileLock
 from peft_models import train_by_chance
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
 from mergekit_ace.calibration import calibrate as calibrate_module
 from mergekit_ace.calibration.layers import SampleTeacher, calibrated_layers
 from mergekit_ace.training.tasks import write_own_texts
 
 
-def save(model, folder: Path, **options) -> str:
+def save(model, folder: Path) -> str:
     """Save a model with its tokenizer."""
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A base, a poor merge of two experts, in two files, and a text file for each of them."""
+    """A base, a merge of two experts, in several files, and a text file for each of them."""
     folder, base, rng = tmp_path_factory.mktemp("family"), tiny_llama(), random.Random(0)
-    base.save_pretrained(folder / "base")
-    save(fine_tuned(base, 3, 0.02).bfloat16(), folder / "merged", max_shard_size="6KB")
-    (folder / "merged" / "merge_manifest.json").write_text("{}")
+    paths = [save(base, folder / "base")]
     for seed in (1, 2):
-        save(fine_tuned(base, seed, 0.05).bfloat16(), folder / f"expert{seed}")
+        paths.append(save(fine_tuned(base, seed, 0.05).bfloat16(), folder / f"expert{seed}"))
+    merge = ace_config(paths, parameters={"report": str(folder / "ace.jsonl")}, dtype="bfloat16")
+    run_config("merge", merge, folder / "merged", "--out-shard-size", "6K")
     for name in ("expert1", "expert2", "keep"):
         rows = [{"text": sentence(rng, rng.randint(5, 30))} for _ in range(20)]
         write_rows(folder / f"{name}.jsonl", rows)
@@ -62,10 +56,7 @@ def config(folder) -> dict:
     return {"merged_model": str(folder / "merged"), "models": experts, "keep": data("keep")}
 
 
-def run(settings: dict, out: Path, *flags: str, fails: bool = False) -> str:
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(settings))
-    return command("calibrate", path, out, "--quiet", *flags, fails=fails)
+run = partial(run_config, "calibrate")
 
 
 def calibrated(settings: dict, out: Path, *flags: str) -> tuple[dict[str, torch.Tensor], str]:
@@ -79,10 +70,11 @@ def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ())
     assert [word for word in words if word not in said] == [], said
 
 
-def test_a_checkpoint_comes_out(config, tmp_path):
+def test_a_checkpoint_comes_out(config, folder, tmp_path):
     """Half of the way to the mathematics, where what should stay weighs as all experts do."""
     out, words = tmp_path / "out", tokenizer()
-    found, _ = calibrated(config, out)
+    config["models"][1]["task"] = "medicine"
+    found, card = calibrated(config, out)
     model, start = state(LlamaForCausalLM, config["merged_model"])
 
     def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
@@ -99,7 +91,17 @@ def test_a_checkpoint_comes_out(config, tmp_path):
         assert torch.equal(start[name], found[name]) == ("_proj.weight" not in name), name
         assert torch.allclose(found[name], tensor.bfloat16().float(), rtol=0.01, atol=1e-5)
 
-    files = {path.name for path in Path(config["merged_model"]).iterdir()} | {"README.md"}
+    section = card[card.index("## Calibration") :]
+    for said in ("The ridge was 1, ", "went 0.5 of the way", "| `expert1` | 20 |",
+                 "| `medicine` | 20 |", "| what should stay | 20 |"):  # fmt: skip
+        assert said in section
+    assert str(folder) not in section
+    command("card", out, "--report", folder / "ace.jsonl")
+    again = (out / "README.md").read_text()
+    assert section.rstrip() in again
+    assert again.count("## How this merge was made") == 1
+
+    files = {path.name for path in Path(config["merged_model"]).iterdir()}
     assert {path.name for path in out.iterdir()} == files - {"merge_manifest.json"}
     assert len(list(out.glob("*.safetensors"))) > 1
     assert not out.with_name("out.partial").exists()
@@ -180,30 +182,6 @@ def test_an_adapter_is_an_expert(config, tmp_path, alone):
     assert any((found[1][key] != first).any() for key, first in start.items())
 
 
-def test_the_card_says_that_a_merge_was_calibrated(config, tmp_path, mergekit_yaml):
-    """And `mergekit-ace card` keeps it."""
-    paths = save_family(tiny_llama(), tmp_path)
-    for path in paths:
-        tokenizer().save_pretrained(path)
-    report, out = tmp_path / "ace.jsonl", tmp_path / "out"
-    config["merged_model"] = str(
-        mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    )
-    for one, path in zip(config["models"], paths[1:], strict=True):
-        one["model"] = path
-    config["models"][1]["task"] = "medicine"
-    _, text = calibrated(config, out)
-    section = text[text.index("## Calibration") :]
-    for words in ("The ridge was 1, ", "went 0.5 of the way", f"| `{Path(paths[1]).name}` | 20 |",
-                  "| `medicine` | 20 |", "| what should stay | 20 |"):  # fmt: skip
-        assert words in section
-    assert str(tmp_path) not in section
-    command("card", out, "--report", report)
-    again = (out / "README.md").read_text()
-    assert section.rstrip() in again
-    assert again.count("## How this merge was made") == 1
-
-
 def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
     """Before a text is written, and nothing is left behind."""
     words, larger = tokenizer(), copy.deepcopy(config)
@@ -215,8 +193,8 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
     words.save_pretrained(tmp_path / "merged")
     new = write_rows(tmp_path / "new.jsonl", [{"text": "w1 w2 new"}] * 3)
     monkeypatch.setattr(calibrate_module, "write_own_texts", None)
-    wide = save(LlamaForCausalLM(tiny_llama(intermediate_size=40).config), tmp_path / "wide")
-    gemma = save(Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=8)), tmp_path / "gemma")
+    wide = save(tiny_llama(intermediate_size=40), tmp_path / "wide")
+    gemma = save(tiny(Gemma2ForCausalLM, **LLAMA, head_dim=8), tmp_path / "gemma")
     first, lone = config["models"][0], tmp_path / "adapter"
     train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
     for changes, message in (
@@ -233,7 +211,7 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
 
 def test_texts_are_cut_to_a_sliding_window(config, tmp_path):
     """A step sees all earlier tokens, which the attention of such a model does not."""
-    window = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=4))
+    window = tiny(MistralForCausalLM, **LLAMA, sliding_window=4)
     config["merged_model"] = save(window.bfloat16(), tmp_path / "window")
     run(config, tmp_path / "out")
     assert "| what should stay | 20 | 80 |" in (tmp_path / "out" / "README.md").read_text()

@@ -4,20 +4,14 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
-from checkpoints import LLAMA, fine_tuned, tiny_llama
+from checkpoints import LLAMA, fine_tuned, tiny, tiny_llama
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from mergekit_ace.calibration.calibrate import comparison_batch
 from mergekit_ace.calibration.layers import (
@@ -59,23 +53,17 @@ class Watched(NamedTuple):
 @torch.no_grad()
 def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, Watched]:
     """Return what all linears of the decoder layers do, by name, as hooks see it."""
-    seen: dict[str, Watched] = {}
-    stream = torch.tensor(0.0)
-
-    def keep_stream(module, given):
-        nonlocal stream
-        stream = given[0].flatten(0, 1)
+    model, seen, stream = copy.deepcopy(model), {}, []
 
     def keep(name, module, given, output):
-        seen[name] = Watched(given[0].flatten(0, 1), output.flatten(0, 1), stream)
+        seen[name] = Watched(given[0].flatten(0, 1), output.flatten(0, 1), stream[-1])
 
-    with ExitStack() as hooks:
-        for name, module in model.model.layers.named_modules():
-            if name.endswith("layernorm"):
-                hooks.callback(module.register_forward_pre_hook(keep_stream).remove)
-            if name.endswith("_proj"):
-                hooks.callback(module.register_forward_hook(partial(keep, name)).remove)
-        model(ids)
+    for name, module in model.model.layers.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_pre_hook(lambda _, given: stream.append(given[0].flatten(0, 1)))
+        if name.endswith("_proj"):
+            module.register_forward_hook(partial(keep, name))
+    model(ids)
     return seen
 
 
@@ -104,16 +92,19 @@ def test_every_linear_is_the_least_squares(rng, monkeypatch, biased):
     for tensors in calibrated_layers(base, start, teachers, CPU):
         found |= tensors
     merge.load_state_dict(found)
-    for name in watch(merge, texts[0][0][None]):
+    seen = [
+        [(watch(merge, ids[None]), watch(expert, ids[None])) for ids in own]
+        for expert, own in zip(experts, texts, strict=True)
+    ]
+    for name in seen[0][0][0]:
         key = f"model.layers.{name}.weight"
         if name.startswith("1.mlp."):
             assert torch.equal(found[key], start[key])
             continue
         rows = []
-        for expert, teacher in zip(experts, teachers, strict=True):
+        for expert, teacher, pairs in zip(experts, teachers, seen, strict=True):
             inputs, wanted = [], []
-            for ids in teacher.texts:
-                ours, own = watch(merge, ids[None])[name], watch(expert, ids[None])[name]
+            for ours, own in ((one[name], other[name]) for one, other in pairs):
                 outputs = own.inputs @ expert.state_dict()[key].mT
                 if name.endswith(WRITERS):
                     bias = start.get(key.replace(".weight", ".bias"), 0.0)
@@ -131,7 +122,7 @@ def test_every_linear_is_the_least_squares(rng, monkeypatch, biased):
     "build", [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
 )
 def test_steps_are_those_of_the_layer(build, rng):
-    model = build(build.config_class(**LLAMA, head_dim=16))
+    model = tiny(build, **LLAMA, head_dim=16)
     layer, hidden = model.model.layers[0], torch.randn(1, 12, 32, generator=rng)
     rotary = model.model.rotary_emb(hidden, torch.arange(12)[None])
     *_, (found, _) = decoder_steps(layer, hidden, rotary)
@@ -150,25 +141,24 @@ def draw(vocabulary: int, rng: torch.Generator, rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "supervised": supervised}
 
 
-def naive_share(base, merged, experts, batches, scale: float) -> float:
-    """Whole models in float64, one sequence at a time."""
-
-    def log_probabilities(model, ids: Tensor) -> Tensor:
-        return model.double()(ids[None]).logits[0].log_softmax(dim=-1)
-
-    between, origin = copy.deepcopy(merged).double(), base.double().state_dict()
-    parts = between.state_dict().items()
-    between.load_state_dict({n: origin[n] + scale * (part - origin[n]) for n, part in parts})
+def naive_share(models: list, batches: list[dict[str, Tensor]], scale: float) -> float:
+    """A base, a merge and experts as whole models in float64, one sequence at a time."""
+    base, merged, *experts = (copy.deepcopy(model).double() for model in models)
+    between, ends = copy.deepcopy(base), merged.state_dict().items()
+    origin = base.state_dict()
+    between.load_state_dict({name: torch.lerp(origin[name], end, scale) for name, end in ends})
     shares = []
     for expert, batch in zip(experts, batches, strict=True):
-        found = {"base": 0.0, "between": 0.0}
+        lost = [0.0, 0.0]
         for ids, mask, wanted in zip(*batch.values(), strict=True):
-            ids, wanted = ids[: int(mask.sum())], wanted[: int(mask.sum())]
-            target = log_probabilities(expert, ids)[:-1][wanted[1:]]
-            for name, model in (("base", base), ("between", between)):
-                other = log_probabilities(model, ids)[:-1][wanted[1:]]
-                found[name] += float((target.exp() * (target - other)).sum())
-        shares.append(1 - found["between"] / found["base"])
+            length = int(mask.sum())
+            target, *others = (
+                model(ids[None, :length]).logits[0, :-1].log_softmax(-1)[wanted[1:length]]
+                for model in (expert, base, between)
+            )
+            for number, other in enumerate(others):
+                lost[number] += float((target.exp() * (target - other)).sum())
+        shares.append(1 - lost[1] / lost[0])
     return sum(shares) / len(shares)
 
 
@@ -197,7 +187,7 @@ def test_the_best_scale_is_that_of_whole_models(rng, tied):
     stored[2]["model.embed_tokens.weight"] = torch.cat((table, more))  # which the merge has not
     pairs = list(zip(stored[2:], batches, strict=True))
     scale, share, before = choose_scale(model, stored[0], stored[1], pairs, CPU)
-    curve = [naive_share(base, merged, experts, batches, scale) for scale in SCALES]
+    curve = [naive_share([base, merged, *experts], batches, scale) for scale in SCALES]
     assert scale == SCALES[curve.index(max(curve))]
     assert share == pytest.approx(max(curve), abs=2e-3)
     assert before == pytest.approx(curve[SCALES.index(1.0)], abs=2e-3)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from checkpoints import ace_config, state
-from commands import command
+from commands import command, run_config
 from families import gpt2_family, llama_family
 from measured_files import measure
 from naive_peers import naive_fisher, naive_regmean
@@ -21,30 +20,26 @@ from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.statistics import load_statistics
 from mergekit_ace.report.record import read_records
 
-FAMILIES = {"llama": (llama_family, LlamaForCausalLM), "gpt2": (gpt2_family, GPT2LMHeadModel)}
 
-
-@pytest.fixture(params=FAMILIES)
-def measured(request, tmp_path):
-    """Paths of a base and two experts, their class, and statistics by the command."""
-    make, kind = FAMILIES[request.param]
+@pytest.mark.parametrize(
+    ("make", "kind", "count"),
+    [(llama_family, LlamaForCausalLM, 15), (gpt2_family, GPT2LMHeadModel, 8)],
+)
+def test_whole_checkpoints(tmp_path, mergekit_yaml, make, kind, count):
     config = {**make(tmp_path / "family"), "measure": ["covariances", "fisher"]}
-    (tmp_path / "stats.yml").write_text(yaml.safe_dump(config))
-    shown = command("statistics", tmp_path / "stats.yml", tmp_path / "stats", "--quiet")
     file = tmp_path / "stats" / "statistics.json"
-    assert shown.strip().endswith(str(file))
-    return [config["base_model"], *(e["model"] for e in config["models"])], kind, str(file)
-
-
-@pytest.mark.parametrize("method", ["regmean", "fisher"])
-def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
-    paths, kind, file = measured
-    report = tmp_path / "report.jsonl"
-    given = {"statistics": file, "report": str(report)}
-    out = mergekit_yaml(ace_config(paths, merge_method=method, parameters=given))
-    (model, base), statistics = state(kind, paths[0]), load_statistics(file)
-    experts, merged = [state(kind, path)[1] for path in paths[1:]], state(kind, out)[1]
+    assert run_config("statistics", config, tmp_path / "stats").strip().endswith(str(file))
+    paths = [config["base_model"], *(e["model"] for e in config["models"])]
+    merged = {}
+    for method in ("fisher", "regmean"):
+        report = tmp_path / f"{method}.jsonl"
+        given = {"statistics": str(file), "report": str(report)}
+        merge = ace_config(paths, merge_method=method, parameters=given)
+        merged[method] = state(kind, mergekit_yaml(merge, out=method))[1]
+        assert "arxiv.org/abs/" in (tmp_path / method / "README.md").read_text()
     rules = {line.tensor: line.matrices[0].rule for line in read_records(report)}
+    (model, base), statistics = state(kind, paths[0]), load_statistics(str(file))
+    experts = [state(kind, path)[1] for path in paths[1:]]
     regressed = 0
     for name, tensor in base.items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -52,27 +47,22 @@ def test_whole_checkpoints(measured, tmp_path, mergekit_yaml, method):
         module = model.get_submodule(name.rpartition(".")[0])
         turned = isinstance(module, Conv1D) and tensor.ndim == 2
         stored = [tensor, *(expert[name] for expert in experts)]
-        origin, *versions = [one.T if turned else one for one in stored]
+        stored += [merged[method][name] for method in merged]
+        stored += [statistics.read(t, f"fisher/{name}") for t in (0, 1)]
+        origin, *versions, fisher, regmean, one, two = (t.T if turned else t for t in stored)
         deltas = [version.double() - origin for version in versions]
-        inputs = statistics.tensors[name].inputs
-        if method == "fisher":
-            information = [statistics.read(t, f"fisher/{name}") for t in (0, 1)]
-            information = [one.T if turned else one for one in information]
-            expected = origin + naive_fisher(deltas, information, [1.0, 1.0])
-        elif tensor.ndim != 2 or inputs is None or "wte" in name:
-            expected = naive_mean(origin, versions)
-        else:
+        expected = origin + naive_fisher(deltas, [one, two], [1.0, 1.0])
+        assert task_vector_error(fisher, expected, origin) <= 1e-4, name
+        inputs, expected = statistics.tensors[name].inputs, naive_mean(origin, versions)
+        if tensor.ndim == 2 and inputs and "wte" not in name:
             packed = [statistics.read(t, f"covariance/{inputs}") for t in (0, 1)]
-            read = [MeasuredCovariance(one, origin.shape[1]) for one in packed]
-            known = [one.matrix(torch.zeros(1).double()) for one in read]
+            read = [MeasuredCovariance(each, origin.shape[1]) for each in packed]
+            known = [each.matrix(torch.zeros(1).double()) for each in read]
             expected = origin + naive_regmean(deltas, known, [1.0, 1.0])
             regressed += 1
             assert rules[name] == "regmean"
-        got = merged[name].T if turned else merged[name]
-        assert task_vector_error(got, expected, origin) <= 1e-4, name
-    if method == "regmean":
-        assert regressed == (15 if kind is LlamaForCausalLM else 8)
-    assert "arxiv.org/abs/" in (out / "README.md").read_text()
+        assert task_vector_error(regmean, expected, origin) <= 1e-4, name
+    assert regressed == count
 
 
 def test_statistics_that_lack_an_expert_or_have_changed(tmp_path):
@@ -80,13 +70,12 @@ def test_statistics_that_lack_an_expert_or_have_changed(tmp_path):
     paths = [config["base_model"], *(e["model"] for e in config["models"])]
     file = Path(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
     merge = ace_config(paths, merge_method="regmean", parameters={"statistics": str(file)})
-    place, out = tmp_path / "merge.yml", tmp_path / "out"
-    place.write_text(yaml.safe_dump(merge))
-    assert f"holds nothing of {paths[3]}" in command("check", place, fails=True)
-    place.write_text(yaml.safe_dump({**merge, "models": merge["models"][:2]}))
-    command("check", place)
-    command("merge", place, out, "--quiet")
-    command("merge", place, out, "--quiet", "--resume")
+    out = tmp_path / "out"
+    run_config("merge", {**merge, "models": merge["models"][:2]}, out)
+    command("check", tmp_path / "out.yml")
+    command("merge", tmp_path / "out.yml", out, "--quiet", "--resume")
     file.write_text(file.read_text() + "\n")
-    said = command("merge", place, out, "--quiet", "--resume", fails=True)
+    said = command("merge", tmp_path / "out.yml", out, "--quiet", "--resume", fails=True)
     assert "statistics.json" in said
+    assert f"holds nothing of {paths[3]}" in run_config("merge", merge, out, fails=True)
+    assert f"holds nothing of {paths[3]}" in command("check", tmp_path / "out.yml", fails=True)

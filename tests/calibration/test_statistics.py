@@ -24,20 +24,14 @@ from families import (
 from measured_files import measure
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.statistics import Statistics
 from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.training import statistics
-from mergekit_ace.training.statistics import (
-    StatisticsConfig,
-    measure_statistics,
-)
+from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 
 
 def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict:
@@ -73,17 +67,9 @@ def llama(tmp_path_factory) -> dict:
     return llama_family(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
-def whole(llama, tmp_path_factory) -> Path:
-    """The folder of covariances of the Llamas; tests that change it take a copy."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    measure(llama, out)
-    return out
-
-
 @pytest.mark.parametrize("make", [llama_family, gpt2_family])
 def test_covariances_and_counts(tmp_path, capsys, make):
-    """Their size is said before."""
+    """Their size is said before; layers with the same inputs share a covariance."""
     config = make(tmp_path / "family")
     measure_statistics(StatisticsConfig.model_validate(config), tmp_path / "out")
     found = Statistics(tmp_path / "out")
@@ -106,6 +92,9 @@ def test_covariances_and_counts(tmp_path, capsys, make):
             measured = MeasuredCovariance(packed, rows.shape[1]).matrix(rows)
             second_moment = rows.T @ rows / len(rows)
             torch.testing.assert_close(measured, second_moment, rtol=1e-4, atol=1e-5)
+    if make is llama_family:
+        shared = [found.tensors[f"model.layers.1.self_attn.{n}_proj.weight"].inputs for n in "qkvo"]
+        assert shared[0] == shared[1] == shared[2] != shared[3]
 
 
 def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
@@ -127,54 +116,36 @@ def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
     assert measure(own, tmp_path / "own").index.experts[0].tokens == 3
 
 
-def test_layers_with_the_same_inputs_share_a_covariance(whole):
-    tensors, layer = Statistics(whole).tensors, "model.layers.1"
-    leaders = {"self_attn.k": "self_attn.q", "self_attn.v": "self_attn.q", "mlp.up": "mlp.gate"}
-    for kind in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.up", "mlp.down"):
-        leader = leaders.get(kind, kind)
-        assert tensors[f"{layer}.{kind}_proj.weight"].inputs == f"{layer}.{leader}_proj.weight"
-    assert tensors["model.norm.weight"].inputs is None
-    assert tensors["model.embed_tokens.weight"].counted
-
-
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [
-        (mixtral_family, AutoModelForCausalLM),
-        (vit_family, AutoModelForImageClassification),
-    ],
-    ids=["mixtral", "vit"],
+    [(mixtral_family, AutoModelForCausalLM), (vit_family, AutoModelForImageClassification)],
 )
 def test_every_kind_of_model(tmp_path, make, kind):
     config = make(tmp_path / "family")
     found = measure(config, tmp_path / "out", "covariances", "fisher")
     model = kind.from_pretrained(config["models"][0]["model"])
-    heads = ("classifier.",)
     for name, parameter in model.named_parameters():
-        tensor = found.tensors[name]
-        if tensor.fisher:
+        if found.tensors[name].fisher:
             fisher = found.read(1, f"fisher/{name}")
             assert fisher.shape == parameter.shape
             assert bool((fisher >= 0).all())
         else:  # heads, and what is packed in memory only
-            assert name.startswith(heads) or parameter.ndim == 3
-    for module_name, module in model.named_modules():
-        name = f"{module_name}.weight"
-        if isinstance(module, nn.Linear) and not name.startswith(heads):
-            assert found.tensors[name].inputs is not None
+            assert name.startswith("classifier.") or parameter.ndim == 3
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "classifier":
+            assert found.tensors[f"{name}.weight"].inputs is not None
 
 
 def test_fisher_information(llama, tmp_path):
     """Against one backward pass per sample in float64, with the same answers drawn."""
-    config = llama
-    found = measure(config, tmp_path / "out", "fisher")
+    found = measure(llama, tmp_path / "out", "fisher")
     assert found.index.measured == ("fisher",)
-    model = AutoModelForCausalLM.from_pretrained(config["models"][1]["model"]).double()
+    model = AutoModelForCausalLM.from_pretrained(llama["models"][1]["model"]).double()
     generator = torch.Generator().manual_seed(0)
     expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     samples = found.index.experts[1].samples
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).tolist()
-    read = texts(config, 1)
+    read = texts(llama, 1)
     for number in order:
         model.zero_grad()
         scores = model(**read[number]).logits[0, :-1].log_softmax(-1)
@@ -200,7 +171,7 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     found = measure(llama, out)
     assert first.stat().st_mtime_ns == before
     assert len(found.index.experts) == 2
-    before, other = index.stat().st_mtime_ns, {**llama, "exclude": ["mlp"]}
+    before, other, whole = index.stat().st_mtime_ns, {**llama, "exclude": ["mlp"]}, found
     with monkeypatch.context() as patched:
         patched.setattr(statistics, "load_reader", None)  # nothing is left to load a model for
         assert measure(llama, out).index == found.index
@@ -210,12 +181,26 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     found = measure(other, out, overwrite=True)
     assert found.tensors["model.layers.0.mlp.up_proj.weight"].inputs is None
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
+    shutil.rmtree(out / "state")  # as one may to have its room
+    for kind in ("statistics.json", "experts/"):
+        with pytest.raises(ConfigError, match=f"out holds {kind}.* which is not of this run"):
+            measure(llama, out)
+        index.unlink(missing_ok=True)
+    assert measure(llama, out, overwrite=True).tensors == whole.tensors
 
 
 def test_what_cannot_be_measured(llama, tmp_path, monkeypatch):
     """A ResNet has convolutions, and no linear layer but its head."""
     with pytest.raises(ConfigError, match="nothing of which covariances could be measured"):
         measure(resnet_family(tmp_path / "family"), tmp_path / "out")
+    images = vit_family(tmp_path / "images")
+    data = Path(images["models"][0]["data"]["path"])
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[3]["pixels"][0][0][0] = float("nan")
+    write_rows(data, rows)
+    with pytest.raises(ConfigError, match=r"expert0 answers NaN or Inf to a sample of data"):
+        measure(images, tmp_path / "nan")
+    assert not (tmp_path / "nan" / "statistics.json").exists()
     monkeypatch.setattr(statistics, "load_reader", None)  # said before a model is loaded
     with pytest.raises(ConfigError, match="exclude: 'no_such' is part of no name"):
         measure({**llama, "exclude": ["no_such"]}, tmp_path / "out2")
@@ -225,25 +210,14 @@ def test_what_cannot_be_measured(llama, tmp_path, monkeypatch):
         StatisticsConfig.model_validate(config)
 
 
-def test_nan(tmp_path):
-    config = vit_family(tmp_path / "family")
-    data = Path(config["models"][0]["data"]["path"])
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    rows[3]["pixels"][0][0][0] = float("nan")
-    write_rows(data, rows)
-    with pytest.raises(ConfigError, match=r"expert0 answers NaN or Inf to a sample of data"):
-        measure(config, tmp_path / "out")
-    assert not (tmp_path / "out" / "statistics.json").exists()
-
-
-def test_damaged_and_foreign_files(whole, tmp_path):
+def test_damaged_and_foreign_files(llama, tmp_path):
     with pytest.raises(FileError, match="missing; give the statistics"):
         Statistics(tmp_path / "none")
     foreign = tmp_path / "foreign.json"
     foreign.write_text('{"format": "something else"}')
     with pytest.raises(FileError, match="is no file of statistics"):
         Statistics(foreign)
-    shutil.copytree(whole, tmp_path / "out")
+    measure(llama, tmp_path / "out")
     file = tmp_path / "out" / "experts" / "1-covariances.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(FileError, match=r"the statistics of task1 cannot be used: .*is damaged"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -81,17 +81,15 @@ def tasks(tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
-def losses_by_hand(folder: str | Path, data: dict) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(folder).double()
-    losses = []
-    for line in Path(data["path"]).read_text().splitlines():
-        ids = torch.tensor([tokenizer()(json.loads(line)["text"])["input_ids"][:64]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].log_softmax(-1)
-        losses.append(-float(logits.gather(1, ids[0, 1:, None]).sum()))
-    return np.array(losses)
+@pytest.fixture
+def losses_by_hand() -> Callable[[str | Path, dict], np.ndarray]:
+    def losses(folder: str | Path, data: dict) -> np.ndarray:
+        model, found = AutoModelForCausalLM.from_pretrained(folder).double(), []
+        for line in Path(data["path"]).read_text().splitlines():
+            ids = torch.tensor([tokenizer()(json.loads(line)["text"])["input_ids"][:64]])
+            with torch.no_grad():
+                logits = model(ids).logits[0, :-1].log_softmax(-1)
+            found.append(-float(logits.gather(1, ids[0, 1:, None]).sum()))
+        return np.array(found)
 
-
-@pytest.fixture(name="losses_by_hand")
-def _losses_by_hand():
-    return losses_by_hand
+    return losses

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config, fine_tuned, tiny_llama
-from commands import command
+from commands import run_config
 from families import tokenizer, write_rows
 from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
@@ -20,11 +21,7 @@ from transformers import AutoModelForCausalLM
 from mergekit_ace.score import score as module
 from mergekit_ace.score.results import forgot, kept
 
-
-def score(config: dict, out: Path, *, fails: bool = False) -> str:
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(config))
-    return command("score", path, out, "--quiet", fails=fails)
+score = partial(run_config, "score")
 
 
 def content(out: Path) -> dict:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import ace_config
-from commands import command
+from commands import run_config
 from reference import task_vector_error
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -52,10 +53,7 @@ def settings(config, merge_config, tmp_path) -> dict:
     return {"score": score, "merge": merges, "search": search, "trials": 12, "budget": 1.0}
 
 
-def run(settings: dict, out: Path, *flags: str, fails: bool = False) -> str:
-    path = out.with_suffix(".yml")
-    path.write_text(yaml.safe_dump(settings))
-    return command("search", path, out, "--quiet", *flags, fails=fails)
+run = partial(run_config, "search")
 
 
 def trials(out: Path) -> list:

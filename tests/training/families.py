@@ -6,30 +6,21 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
-from checkpoints import fine_tuned, seen_batches, tiny_llama
+from checkpoints import fine_tuned, seen_batches, tiny, tiny_llama
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
     BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
     GPT2LMHeadModel,
-    MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    ResNetConfig,
     ResNetForImageClassification,
-    ResNetModel,
-    ViTConfig,
     ViTForImageClassification,
-    ViTModel,
 )
 
 from mergekit_ace.methods.coefficients import CoefficientFile
@@ -38,16 +29,17 @@ from mergekit_ace.training.distill import run_distillation
 from mergekit_ace.training.train import run_training
 
 WORDS = [f"w{n}" for n in range(36)]
-SMALL = {"hidden_size": 16, "intermediate_size": 24}
-SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 2}
-MIXTRAL = SMALL | {"vocab_size": 40, "num_key_value_heads": 2, "num_local_experts": 3}
-BERT = SMALL | {"vocab_size": 40, "max_position_embeddings": 32}
+SMALL = {"vocab_size": 40, "max_position_embeddings": 32, "hidden_size": 16}
+SMALL |= {"intermediate_size": 24, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+MIXTRAL = SMALL | {"num_local_experts": 3, "num_experts_per_tok": 2}
 VIT = SMALL | {"image_size": 8, "patch_size": 4, "num_channels": 1}
 RESNET = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 RESNET |= {"layer_type": "basic"}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 GPT2 |= {"bos_token_id": 2, "eos_token_id": 3}
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+CLASSES = (2, 5)  # that the classifiers of a family know
 
 
 def tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -95,85 +87,70 @@ def save_trained(
     }
 
 
-def _decoders(folder: Path, base: PreTrainedModel, seed: int, experts: int = 2, **settings) -> dict:
-    tuned = [fine_tuned(base, seed=seed + k, scale=0.1) for k in range(experts)]
+def language_family(folder: Path, base: PreTrainedModel, experts: int = 2, **settings) -> dict:
+    tuned = [fine_tuned(base, seed=20 + k, scale=0.1) for k in range(experts)]
     row, columns = lambda rng, _: {"text": sentence(rng)}, {"text": "text"}
     return save_trained(folder, "causal-lm", base, tuned, row, columns, **settings)
 
 
 def llama_family(folder: Path, **settings) -> dict:
-    return _decoders(folder, tiny_llama(), 20, **settings)
+    return language_family(folder, tiny_llama(), **settings)
 
 
 def gpt2_family(folder: Path) -> dict:
     """Weights are stored (in, out), and the head is tied."""
-    torch.manual_seed(0)
-    return _decoders(folder, GPT2LMHeadModel(GPT2Config(**GPT2)), 60)
+    return language_family(folder, tiny(GPT2LMHeadModel, **GPT2))
 
 
 def mixtral_family(folder: Path) -> dict:
     """A mixture of three experts each, whose matrices are packed in memory only."""
-    torch.manual_seed(0)
-    return _decoders(folder, MixtralForCausalLM(MixtralConfig(**MIXTRAL)), 70)
+    return language_family(folder, tiny(MixtralForCausalLM, **MIXTRAL))
 
 
 def _classifiers(
-    kind: type, config: Callable, base: PreTrainedModel, classes: tuple, seed: int
-) -> list[PreTrainedModel]:
-    """Classifiers with heads of different size on the weights of one base."""
-    experts = []
-    for k, count in enumerate(classes):
-        torch.manual_seed(k)
-        expert = kind(config(num_labels=count))
+    folder: Path, kind: type, config: dict, row: Callable, columns: dict, **settings
+) -> dict:
+    """Classifiers with heads of different size on the weights of one base, which has none."""
+    base, experts = tiny(kind, **config).base_model, []
+    for k, count in enumerate(CLASSES):
+        expert = tiny(kind, k, num_labels=count, **config)
         expert.base_model.load_state_dict(base.state_dict())
-        experts.append(fine_tuned(expert, seed=seed + k, scale=0.05))
-    return experts
+        experts.append(seen_batches(fine_tuned(expert, seed=30 + k, scale=0.05), seed=80 + k))
+    task = "image-classification" if "image" in columns else "sequence-classification"
+    return save_trained(folder, task, base, experts, row, columns, **settings)
 
 
 def bert_family(folder: Path, **settings) -> dict:
-    """Text classifiers with heads of different size, on a base without a head."""
-    torch.manual_seed(0)
-    base, config = BertModel(BertConfig(**BERT)), partial(BertConfig, **BERT)
-    experts = _classifiers(BertForSequenceClassification, config, base, (2, 5), seed=30)
-
     def row(rng: random.Random, k: int) -> dict:
-        return {"sentence": sentence(rng), "label": rng.randrange((2, 5)[k])}
+        return {"text": sentence(rng), "label": rng.randrange(CLASSES[k])}
 
-    columns = {"text": "sentence", "label": "label"}
-    return save_trained(folder, "sequence-classification", base, experts, row, columns, **settings)
+    columns = {"text": "text", "label": "label"}
+    return _classifiers(folder, BertForSequenceClassification, SMALL, row, columns, **settings)
 
 
-def pixels(rng: random.Random, _: int = 0) -> dict:
+def pixels(rng: random.Random, _: int = 0, channels: int = 1) -> dict:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    return {"pixels": torch.rand(1, 8, 8, generator=generator).tolist()}
+    return {"pixels": torch.rand(channels, 8, 8, generator=generator).tolist()}
 
 
 def vit_family(folder: Path, **settings) -> dict:
-    """Image classifiers; on disk their tensors have other names than in memory."""
-    torch.manual_seed(0)
-    base, config = ViTModel(ViTConfig(**VIT), add_pooling_layer=False), partial(ViTConfig, **VIT)
-    experts = _classifiers(ViTForImageClassification, config, base, (3, 4), seed=40)
+    """On disk tensors have other names than in memory."""
     columns = {"image": "pixels"}
-    return save_trained(folder, "image-classification", base, experts, pixels, columns, **settings)
+    return _classifiers(folder, ViTForImageClassification, VIT, pixels, columns, **settings)
 
 
 def resnet_family(folder: Path, **settings) -> dict:
-    """Convolutional image classifiers, with BatchNorm and without embeddings."""
-    torch.manual_seed(0)
-    base, config = ResNetModel(ResNetConfig(**RESNET)), partial(ResNetConfig, **RESNET)
-    tuned = _classifiers(ResNetForImageClassification, config, base, (3, 4), seed=80)
-    experts = [seen_batches(expert, seed=80 + k) for k, expert in enumerate(tuned)]
+    """Convolutions, with BatchNorm and without embeddings."""
     columns = {"image": "pixels"}
-    return save_trained(folder, "image-classification", base, experts, pixels, columns, **settings)
+    return _classifiers(folder, ResNetForImageClassification, RESNET, pixels, columns, **settings)
 
 
 def image_distillation(folder: Path) -> tuple[dict, dict]:
     """A ViT family, and a convolutional teacher with five classes for its base."""
     family = vit_family(folder)
-    torch.manual_seed(0)
     kinds = {n: f"kind {n}" for n in range(5)}
-    config = ResNetConfig(**RESNET, num_labels=5, id2label=kinds)
-    ResNetForImageClassification(config).save_pretrained(folder / "teacher")
+    teacher = tiny(ResNetForImageClassification, **RESNET, num_labels=5, id2label=kinds)
+    teacher.save_pretrained(folder / "teacher")
     rng = random.Random(9)
     path = write_rows(folder / "more.jsonl", [pixels(rng) for _ in range(40)])
     return family, {

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import tiny_llama
-from families import SMALL, logits_by_hand, tokenizer
+from checkpoints import tiny, tiny_llama
+from families import SMALL, tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig
@@ -94,23 +94,17 @@ def test_an_expert_writes_what_it_would_write_alone():
         assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
 @torch.no_grad()
-def test_a_padded_batch_is_answered_like_each_alone(task):
-    model, kind = tiny_llama(), model_kind(task)
-    if kind.has_heads:
-        config = LlamaConfig(vocab_size=40, num_labels=3, pad_token_id=5, **SMALL)
-        model = LlamaForSequenceClassification(config).eval()
+def test_a_padded_batch_is_classified_like_each_alone():
+    """By a decoder, at the last token; `test_train.py` has those that write, and encoders."""
+    kind = model_kind("sequence-classification")
+    model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=5, **SMALL)
     texts = ("w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11")
-    samples = [encode({"t": text}, task, text="t") for text in texts]
+    samples = [encode({"t": text}, "sequence-classification", text="t") for text in texts]
+    states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
+    naive = torch.cat([model.score(state[:, -1]) for state in states])
     together = kind.logits(model, kind.collate(samples))
-    if kind.has_heads:
-        states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
-        naive = [model.score(state[:, -1]) for state in states]
-    else:
-        naive = [logits_by_hand(model, sample) for sample in samples]
-    assert len(together) == (3 if kind.has_heads else 5 + 1 + 2)
-    torch.testing.assert_close(together, torch.cat(naive), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together, naive, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("known", [7, 3])

@@ -56,6 +56,7 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     file = train({**llama, "labels": "hard"}, out)
     assert all(path.read_bytes() == old for path, old in before.items()), "they are frozen"
     again = CoefficientFile.load(out / "coefficients.safetensors")
+    assert again.contents == file.contents
     assert torch.equal(again.coefficients, file.coefficients)
     predicted = again.learner(again.statistics, again.depths)
     torch.testing.assert_close(predicted, again.coefficients, msg="the learner's are the file's")
@@ -179,15 +180,6 @@ def test_a_penalty_keeps_coefficients_where_they_start(llama, tmp_path):
         file = train(penalised, tmp_path / f"out{penalty}")
         away.append(float((file.coefficients - 0.5).abs().mean()))
     assert 0 < 2 * away[1] < away[0]
-
-
-def test_accumulated_gradients_are_one_with_twice_the_batch(tmp_path):
-    config = llama_family(tmp_path / "family", rows=23)
-    two, one = (
-        train(changed(config, batch_size=b, gradient_accumulation=n), tmp_path / str(n))
-        for b, n in ((3, 2), (6, 1))
-    )
-    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", [bert_family, vit_family, resnet_family])

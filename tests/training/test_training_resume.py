@@ -6,7 +6,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from families import (
     image_distillation,
     killed_after,
     llama_family,
-    parsed,
     record,
     train,
 )
@@ -34,7 +33,7 @@ from mergekit_ace.training import family as family_module
 from mergekit_ace.training import train as train_module
 from mergekit_ace.training.data import SampleReader
 from mergekit_ace.training.state import TrainingRun
-from mergekit_ace.training.train import Objective, run_training
+from mergekit_ace.training.train import Objective
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +48,8 @@ def images(tmp_path_factory) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
-    """A training, its folder, and what came out."""
-    config = changed(llama, checkpoint_every=3, epochs=3)
+    """A training over components, its folder, and what came out."""
+    config = changed({**llama, "basis": "ace_relative"}, checkpoint_every=3, epochs=2)
     out = tmp_path_factory.mktemp("whole") / "out"
     return config, out, train(config, out)
 
@@ -60,6 +59,7 @@ def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]
     [
         (SampleReader, "logits", 7),  # in the labels of the second expert
         (family_module, "measure_moments", 5),  # in the statistics
+        (family_module, "split_tensor", 4),  # in the components
         (Objective, "gradient", 1),  # before the first checkpoint
         (Objective, "gradient", 5),  # after one
         (train_module, "merge_config", 0),  # while the results are written
@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
     uninterrupted, tmp_path, monkeypatch, owner, name, calls
 ):
     config, out, whole = uninterrupted
-    killed = tmp_path / "killed"
+    killed, split, later = tmp_path / "killed", family_module.split_tensor, []
     with monkeypatch.context() as patch:
         killed_after(patch, owner, name, calls)
         with pytest.raises(Killed):
@@ -78,24 +78,14 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
     if owner is Objective:  # what is known is not asked for again
         monkeypatch.delattr(family_module, "answer_data")
         monkeypatch.delattr(family_module, "measure_moments")
+    monkeypatch.setattr(family_module, "split_tensor", lambda *a: later.append(a) or split(*a))
     resumed = train(config, killed)
+    if name == "split_tensor":
+        assert len(later) == len(whole.contents.tensors) - calls
     assert torch.equal(resumed.coefficients, whole.coefficients)
     assert resumed.contents == whole.contents
     for file in ("training.jsonl", "scores.md"):
         assert (killed / file).read_bytes() == (out / file).read_bytes()
-
-
-def test_components_are_not_computed_twice(llama, tmp_path, monkeypatch, capsys):
-    config, split = {**llama, "basis": "ace_relative"}, family_module.split_tensor
-    with monkeypatch.context() as patch:
-        killed_after(patch, family_module, "split_tensor", 4)
-        with pytest.raises(Killed):
-            run_training(parsed(config), tmp_path / "out")
-    assert "2 components of 21 tensors: " in capsys.readouterr().out
-    calls = []
-    monkeypatch.setattr(family_module, "split_tensor", lambda *a: calls.append(a) or split(*a))
-    file = train(config, tmp_path / "out")
-    assert len(calls) == len(file.contents.tensors) - 4
 
 
 def test_labels_that_are_damaged_are_named(uninterrupted, tmp_path):
@@ -144,45 +134,20 @@ def test_two_runs_into_one_folder(images, tmp_path):
     assert not out.exists(), "nothing was written"
 
 
-def test_a_run_drops_or_changes_nothing_that_it_reads(tmp_path):
+def test_a_run_drops_or_replaces_no_model(images, tmp_path):
     config = llama_family(tmp_path / "family")
     expert = tmp_path / "out" / "backbones" / "mine"
     shutil.copytree(config["models"][0]["model"], expert)
     config["models"][0]["model"] = str(expert)
-    before = sorted(tmp_path.rglob("*"))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     outs = {expert: tmp_path / "out", "base": tmp_path / "family" / "base" / "coefficients"}
     for name, out in outs.items():
         with pytest.raises(ConfigError, match=f"{name}, which this run reads, holds .* writes"):
             train(config, out, overwrite=True)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_student_does_not_replace_a_model(images, tmp_path):
-    config, other = changed(images[1], epochs=1), tmp_path / "expert1"
-    shutil.copytree(Path(config["student"]).with_name("expert1"), other)
-    before = (other / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match=r"holds config.json, which"):
-        distil(config, other)
-    assert (other / "model.safetensors").read_bytes() == before
-    assert record(distil(config, other, overwrite=True))
-
-
-def test_results_without_their_record_are_not_taken_for_this_run_s(tmp_path):
-    """`state` may be deleted to have its room; what was measured of other data must not stay."""
-    config = llama_family(tmp_path / "family")
-    out = tmp_path / "out"
-    measure(config, out)
-    first = out / "experts" / "0-covariances.safetensors"
-    before = first.read_bytes()
-    shutil.rmtree(out / "state")
-    data = Path(config["models"][0]["data"]["path"])
-    data.write_text(data.read_text().replace("w1", "w2"))
-    for kind in ("statistics.json", "experts/"):
-        with pytest.raises(ConfigError, match=f"out holds {kind}.* which is not of this run"):
-            measure(config, out)
-        (out / "statistics.json").unlink(missing_ok=True)
-    measure(config, out, overwrite=True)
-    assert first.read_bytes() != before
+        distil(images[1], tmp_path / "family" / "expert1")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    distil(changed(images[1], epochs=1), tmp_path / "family" / "expert1", overwrite=True)
 
 
 def train_and_distil(folder: Path) -> None:
@@ -191,9 +156,11 @@ def train_and_distil(folder: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     rank = torch.distributed.get_rank()
     with (folder / f"printed-{rank}").open("w") as file, redirect_stdout(file):
-        for command, out in (("train", "trained"), ("distill", "distilled")):
-            arguments = [command, str(folder / f"{command}.yml"), str(folder / out)]
-            main(arguments, standalone_mode=False)
+        sys.argv = ["train", str(folder / "train.yml"), str(folder / "trained")]
+        with suppress(SystemExit):
+            runpy.run_module("mergekit_ace.train", run_name="__main__")
+        arguments = ["distill", str(folder / "distill.yml"), str(folder / "distilled")]
+        main(arguments, standalone_mode=False)
 
 
 def test_two_processes_are_like_one_with_twice_the_batch(images, tmp_path):
@@ -206,22 +173,15 @@ def test_two_processes_are_like_one_with_twice_the_batch(images, tmp_path):
     printed = "".join((tmp_path / f"printed-{rank}").read_text() for rank in range(2))
     assert printed.count("StatsMerging") == 1, "one process talks"
     two = CoefficientFile.load(tmp_path / "trained" / "coefficients.safetensors")
-    one = train(changed(training, batch_size=6), tmp_path / "trained by one")
-    torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
-    assert one.coefficients.std() > 0.01
-    for name, score in two.contents.scores.items():
-        other = one.contents.scores[name]
-        assert score["accuracy"] == pytest.approx(other["accuracy"], abs=1e-5)
-        assert score["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    assert two.coefficients.std() > 0.01
+    for settings in ({"batch_size": 6}, {"gradient_accumulation": 2}):
+        one = train(changed(training, **settings), tmp_path / str(settings))
+        torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
+        for name, score in two.contents.scores.items():
+            for key in ("accuracy", "loss"):
+                assert score[key] == pytest.approx(one.contents.scores[name][key], abs=1e-5)
     one = record(distil(changed(distillation, batch_size=8), tmp_path / "distilled by one"))
     two = record(tmp_path / "distilled")
     for line, other in zip(one["log"], two["log"], strict=True):
         assert line == pytest.approx(other, rel=1e-3)
     assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
-
-
-def test_the_module_that_launchers_start_is_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("mergekit_ace.train", run_name="__main__")
-    assert "Learn merging coefficients" in capsys.readouterr().out
