@@ -64,7 +64,7 @@ WRONG = [
     ({"models.1.data": None}, "org/code has no data: add samples of what it is for"),
     ({"task": "image-classification"}, "needs the column image"),
     ({"task": "masked-lm"}, "causal-lm"),
-    ({"models.0.data.prompts": ["a"]}, "`prompts` belong to task: zero-shot"),
+    ({"models.0.data.prompts": ["a", "b"]}, "`prompts` belong to task: zero-shot"),
     ({**IMAGES, "task": "zero-shot-image-classification"}, "`prompts` belong to task: zero-shot"),
     ({"labels": "true"}, "needs the `completion` column of org/math"),
     ({**CLASSES, "labels": "true"}, "needs the `label` column of m"),
