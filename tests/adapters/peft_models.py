@@ -7,9 +7,9 @@ import copy
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from checkpoints import ace_config, tiny, tiny_llama
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GptOssForCausalLM, MixtralForCausalLM, OPTForCausalLM
 
-from mergekit_ace.adapters.read import read_adapter
+from mergekit_ace.adapters.read import Adapter, read_adapter
 
 tied_llama = partial(tiny_llama, tie_word_embeddings=True)
 gpt2 = partial(tiny, GPT2LMHeadModel, **GPT2, tie_word_embeddings=False)
@@ -68,16 +68,12 @@ CASES = {
 }
 
 
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """A base, the folder of an adapter of it, and the weights with the adapter merged by PEFT."""
 
     base: nn.Module
     folder: Path
     merged: dict[str, Tensor]
-
-    def network(self) -> nn.Module:
-        return copy.deepcopy(self.base).to("meta")
 
 
 def trained(case: str, folder: Path, seed: int = 0) -> Trained:
@@ -130,9 +126,14 @@ def edit_tensors(folder: str | Path, change: Callable[[dict], object] | dict[str
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def dense_changes(folder: str | Path, network: nn.Module | None = None) -> dict[str, Tensor]:
-    """What an adapter adds to a base, by default the tiny Llama."""
-    changes = read_adapter(str(folder), network or tiny_llama().to("meta")).changes
+def read(folder: str | Path, network: nn.Module | None = None) -> Adapter:
+    """Read an adapter of a base, by default the tiny Llama."""
+    return read_adapter(str(folder), (network or tiny_llama()).to("meta"))
+
+
+def dense_changes(folder: str | Path) -> dict[str, Tensor]:
+    """What an adapter of the tiny Llama adds to its weights."""
+    changes = read(folder).changes
     return {name: change.factors().dense().float() for name, change in changes.items()}
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +31,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mergekit_ace.adapters import command as adapter_command
+from mergekit_ace.adapters import merge as adapter_merge
 from mergekit_ace.algebra.ace import RelativeOptions
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.naming import FileError
@@ -283,9 +286,20 @@ def test_devices(gpu, tmp_path, tables, kind, method, weight):
 
 @pytest.mark.parametrize("kind", ["adapter", "merge"])
 def test_full_devices(monkeypatch, tmp_path, caplog, tables, kind):
-    config = config_of(tables, "ace")
+    """There is room for what is on the GPU already, and nothing more."""
+    config, merge_changes = config_of(tables, "ace"), adapter_merge.merge_changes
     expected = written(kind, config, tmp_path / "cpu")
-    with imitated_gpu(monkeypatch, memory=6500):  # bytes: of any one matrix, but not of a merge
+    with imitated_gpu(monkeypatch) as device:
+
+        def beside_others(*arguments, **named):
+            device.memory = device.used
+            try:
+                return merge_changes(*arguments, **named)
+            finally:
+                device.memory = math.inf
+
+        for module in (adapter_merge, adapter_command):
+            monkeypatch.setattr(module, "merge_changes", beside_others)
         found = written(kind, config, tmp_path / "gpu", "--device", GPU)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text

@@ -11,10 +11,17 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import tiny_llama
-from peft_models import Convolution, Trained, edit_config, edit_tensors, train_by_chance, trained
+from peft_models import (
+    Convolution,
+    Trained,
+    edit_config,
+    edit_tensors,
+    read,
+    train_by_chance,
+    trained,
+)
 from torch import Tensor
 
-from mergekit_ace.adapters.read import read_adapter
 from mergekit_ace.naming import ConfigError, FileError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -52,13 +59,13 @@ def test_settings_that_change_nothing(made, folder, monkeypatch, values):
     monkeypatch.syspath_prepend(folder)
     (folder / "this_would_run.py").write_text("raise SystemExit")
     weights = {name: tensor.double() for name, tensor in made.base.state_dict().items()}
-    changes = read_adapter(str(folder), made.network()).changes
+    changes = read(folder).changes
     weights |= {name: change.apply(weights[name]) for name, change in changes.items()}
     merged = {name: tensor.double() for name, tensor in made.merged.items()}
     torch.testing.assert_close(weights, merged, rtol=0, atol=2e-6)
 
 
-def test_a_bin_file_is_not_opened(made, folder):
+def test_a_bin_file_is_not_opened(folder):
     (folder / "adapter_model.safetensors").unlink()
 
     class Harm:
@@ -67,7 +74,7 @@ def test_a_bin_file_is_not_opened(made, folder):
 
     torch.save({"x": Harm()}, folder / "adapter_model.bin")
     with pytest.raises(FileError, match=r"adapter_model\.bin"):
-        read_adapter(str(folder), made.network())
+        read(folder)
     assert not (folder / "harm").exists()
 
 
@@ -79,7 +86,7 @@ def test_names_on_the_hub(made, monkeypatch):
         return str(made.folder / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    adapter = read_adapter("someone/adapter@v2", made.network())
+    adapter = read("someone/adapter@v2")
     assert (adapter.name, adapter.file.parent) == ("someone/adapter@v2", made.folder)
     files = ("adapter_config.json", "adapter_model.safetensors")
     assert asked == [("someone/adapter", name, "v2") for name in files]
@@ -88,7 +95,7 @@ def test_names_on_the_hub(made, monkeypatch):
 def refuse(folder: Path, *words: str, network=None) -> None:
     """Read an adapter, which fails with an error that names what it has to."""
     with pytest.raises((ConfigError, FileError)) as caught:
-        read_adapter(str(folder), network or tiny_llama().to("meta"))
+        read(folder, network)
     message = str(caught.value)
     assert [word for word in (str(folder), *words) if word not in message] == [], message
 
@@ -143,13 +150,13 @@ def test_what_cannot_be_merged(folder, edit, change, words):
 
 def test_a_scale_of_zero_is_warned_of(folder, caplog):
     edit_config(folder, {"lora_alpha": 0})
-    read_adapter(str(folder), tiny_llama().to("meta"))
+    read(folder)
     assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
 
 
-def test_numbers_that_are_none(made, folder):
+def test_numbers_that_are_none(folder):
     edit_tensors(folder, lambda tensors: tensors[B][0].fill_(float("inf")))
-    changes = read_adapter(str(folder), made.network()).changes
+    changes = read(folder).changes
     with pytest.raises(FileError, match=re.escape(B)):
         changes["model.layers.0.self_attn.q_proj.weight"].factors()
     changes["model.layers.1.self_attn.q_proj.weight"].factors()
@@ -157,10 +164,10 @@ def test_numbers_that_are_none(made, folder):
 
 def test_saved_modules_of_a_larger_vocabulary(tmp_path):
     trained("saved", tmp_path)
-    network = tiny_llama(vocab_size=41).to("meta")
+    network = tiny_llama(vocab_size=41)
     refuse(tmp_path, "(40, 32)", "(41, 32)", "vocabulary", network=network)
 
 
 def test_a_convolution(tmp_path):
-    made = train_by_chance(Convolution, tmp_path, target_modules=["line", "proj"], r=2)
-    refuse(tmp_path, "line is a Conv1d", "merge_and_unload", network=made.network())
+    train_by_chance(Convolution, tmp_path, target_modules=["line", "proj"], r=2)
+    refuse(tmp_path, "line is a Conv1d", "merge_and_unload", network=Convolution())

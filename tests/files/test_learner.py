@@ -20,11 +20,11 @@ from mergekit_ace.algebra.learner import (
 EXPERTS, TENSORS = 3, 5
 
 
-def inputs(config, experts=EXPERTS, tensors=TENSORS):
+def inputs(config):
     generator = torch.Generator().manual_seed(0)
-    shape = (experts, tensors, config.features)
+    shape = (EXPERTS, TENSORS, config.features)
     statistics = 1e-3 * torch.randn(shape, generator=generator, dtype=torch.float64).exp()
-    return statistics, torch.linspace(0, 1, tensors)
+    return statistics, torch.linspace(0, 1, TENSORS)
 
 
 def stirred(config):

@@ -18,12 +18,13 @@ import yaml
 from checkpoints import ace_config
 from commands import run_config
 from reference import task_vector_error
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mergekit_ace.score import search as module
 from mergekit_ace.score.config import SearchSpace
 from mergekit_ace.score.space import SearchedMerge
+
+load = AutoModelForCausalLM.from_pretrained
 
 
 @pytest.fixture
@@ -64,11 +65,6 @@ def results(out: Path) -> dict:
     return json.loads((out / "search.json").read_text())
 
 
-def tensors(folder: Path) -> dict:
-    paths = folder.glob("*.safetensors")
-    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
-
-
 def done(out: Path) -> list[tuple]:
     """Return parameters and values of the trials that came to an end."""
     return [(t.params, t.values) for t in trials(out) if t.state.name == "COMPLETE"]
@@ -85,9 +81,8 @@ def test_the_best_merge_is_written_and_tested(
     assert best["validation"]["forgot"][0] <= 1.0
     assert best["validation"]["aim"] >= plain["validation"]["aim"]
     again = mergekit_yaml(yaml.safe_load((out / "merge.yml").read_text()), out="again")
-    merged = tensors(out / "model")
-    for name, tensor in tensors(again).items():
-        assert torch.equal(tensor, merged[name]), name
+    merged, expected = (load(folder).state_dict() for folder in (out / "model", again))
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in expected.items())
     keep = [losses_by_hand(folder, config["keep"]) for folder in (config["base_model"], again)]
     # Rows are drawn in a random order, of which the texts to test are every second one.
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))[1::2]
@@ -196,7 +191,7 @@ def test_a_trial_is_the_merge_of_its_config(
     space = SearchSpace.model_validate({"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": by})
     merge = SearchedMerge(Path(merge_config(method)), space, config["base_model"])
     merge.make(tmp_path / "merges", quiet=True)
-    model = AutoModelForCausalLM.from_pretrained(config["base_model"])
+    model = load(config["base_model"])
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     merge.load(model, base, SimpleNamespace(trust_remote_code=False, task="causal-lm"))
     rng = torch.Generator().manual_seed(0)
@@ -206,7 +201,7 @@ def test_a_trial_is_the_merge_of_its_config(
     merge.set(values)
     merge.write(values, tmp_path, "of a test")
     content = yaml.safe_load((tmp_path / "merge.yml").read_text())
-    other = AutoModelForCausalLM.from_pretrained(mergekit_yaml(content))
+    other = load(mergekit_yaml(content))
     for name, parameter in other.named_parameters():
         searched = model.get_parameter(name).detach()
         assert task_vector_error(searched, parameter.detach(), base[name]) <= 1e-3, name
