@@ -24,8 +24,8 @@ def speakers(tmp_path_factory) -> list[str]:
 def merge(tmp_path: Path) -> Callable[..., str]:
     """Merge by settings, into the folder `merged`; what the command says."""
 
-    def run(settings: dict, *flags: object, out: str = "merged", code: int = 0) -> str:
+    def run(settings: dict, *flags: object, out: str = "merged", fails: bool = False) -> str:
         config = write_config(tmp_path / "merge.yml", settings)
-        return command(config, tmp_path / out, *flags, code=code)
+        return command(config, tmp_path / out, *flags, fails=fails)
 
     return run

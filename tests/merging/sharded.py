@@ -3,28 +3,26 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 import yaml
-from checkpoints import fine_tuned, save_family, tiny_llama
-from click.testing import CliRunner
+from checkpoints import LLAMA, fine_tuned, save_family, save_tokenizer, tiny_llama
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 
-from mergekit_ace.cli import main
 from mergekit_ace.merging import workers
 from mergekit_ace.merging.output import MANIFEST_FILE, Manifest
 
 SHARDS = ("--out-shard-size", "12000")  # of the result: seven
 INPUT_SHARDS = "30KB"
-TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
-)
+VOCABULARY = [f"t{n}" for n in range(LLAMA["vocab_size"])]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+command = partial(commands.command, "merge")
+refusal = partial(command, fails=True)
 
 
 def save_llamas(folder: Path, **config) -> list[str]:
@@ -32,29 +30,18 @@ def save_llamas(folder: Path, **config) -> list[str]:
     return save_family(tiny_llama(**config), folder, max_shard_size=INPUT_SHARDS)
 
 
-def save_tokenizer(path: str, words: int, added: tuple[str, ...] = (), template: str = "") -> None:
-    vocabulary = {f"t{n}": n for n in range(words)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
-    fast.add_tokens(list(added))
-    if template:
-        fast.chat_template = template
-    fast.save_pretrained(path)
-
-
 def save_speakers(folder: Path) -> list[str]:
     """A base and two experts with tokenizers: the experts have tokens of their own."""
     paths, base = [str(folder / name) for name in ("base", "expert0", "expert1")], tiny_llama()
     base.save_pretrained(paths[0], max_shard_size=INPUT_SHARDS)
-    save_tokenizer(paths[0], 40, template=TEMPLATE)
+    save_tokenizer(paths[0], VOCABULARY, template=TEMPLATE)
     for n, path in enumerate(paths[1:]):
         grown = fine_tuned(base, seed=10 + n)
         grown.resize_token_embeddings(42, mean_resizing=False)
         with torch.no_grad():
             grown.get_input_embeddings().weight[40:] = 0.1 * (n + 1)
         grown.save_pretrained(path, max_shard_size=INPUT_SHARDS)
-        save_tokenizer(path, 40, (f"<own{n}>", f"<also{n}>"), template=TEMPLATE)
+        save_tokenizer(path, VOCABULARY, (f"<own{n}>", f"<also{n}>"), TEMPLATE)
     return paths
 
 
@@ -66,18 +53,6 @@ def linear(paths: list[str], **config) -> dict:
 def write_config(path: Path, config: dict) -> Path:
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def command(*arguments: object, code: int = 0) -> str:
-    """Run `mergekit-ace merge`; what it says."""
-    result = CliRunner().invoke(main, ["merge", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result.output if code else result.stdout
-
-
-def refusal(*arguments: object) -> str:
-    """Run a `mergekit-ace merge` that is refused; what it says."""
-    return command(*arguments, code=1)
 
 
 class Killed(BaseException):
@@ -124,3 +99,8 @@ def finished(folder: Path) -> dict[str, int]:
 def tensors_of(folder: Path) -> list[str]:
     """Names of the tensors in finished shards."""
     return [name for file in finished(folder) for name in load_file(folder / file)]
+
+
+def reported(path: Path) -> list[str]:
+    """Names of the tensors in a report."""
+    return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from checkpoints import ace_config
-from sharded import SHARDS, assert_same, command, finished, tensors_of, write_config
+from sharded import SHARDS, assert_same, command, finished, reported, tensors_of, write_config
 
 
 @pytest.fixture(scope="module")
@@ -32,28 +29,11 @@ def cluster():
         nodes.shutdown()
 
 
-@contextmanager
-def once_something_is_finished(out: Path, act: Callable[[], object]) -> Iterator[list]:
-    """Act once, while the merge in the block is at work; what came of it, in a list."""
-    ended, done = threading.Event(), []
-
-    def wait() -> None:
-        while not ended.is_set() and not done:
-            if finished(out):
-                done.append(act())
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    try:
-        yield done
-    finally:
-        ended.set()
-        thread.join()
-
-
-def kill_workers_and_a_node(cluster) -> int:
-    """Kill −9 of all workers, and all of the second node; how many workers there were."""
+def kill_workers_and_a_node(cluster, out: Path) -> int:
+    """Once a shard is finished, kill all workers and all of the second node; how many workers."""
+    deadline = time.monotonic() + 120
+    while not finished(out) and time.monotonic() < deadline:
+        time.sleep(0.002)
     raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
     found: list[psutil.Process] = []
     for _ in range(500):  # none may be at work
@@ -68,25 +48,24 @@ def kill_workers_and_a_node(cluster) -> int:
     return len(found)
 
 
-def test_two_nodes(cluster, tmp_path, speakers, monkeypatch):
+def test_two_nodes(cluster, here, speakers):
     """Workers die, one of them with its node; their shards are computed on the first node."""
-    monkeypatch.chdir(tmp_path)
-    report = tmp_path / "report.jsonl"
+    report = here / "report.jsonl"
     settings = ace_config(
         [os.path.relpath(path) for path in speakers],
         tokenizer={"source": "base"},
         parameters={"report": str(report)},
     )
-    config = write_config(tmp_path / "merge.yml", settings)
+    config = write_config(here / "merge.yml", settings)
     command(config, "one/merged", *SHARDS)
     report.unlink()
-    out = tmp_path / "two" / "merged"
-    with once_something_is_finished(out, lambda: kill_workers_and_a_node(cluster)) as killed:
+    out = here / "two" / "merged"
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_workers_and_a_node, cluster, out)
         command(config, out, *SHARDS, "--ray", cluster.address, "--workers", 2)
-    assert_same(tmp_path / "one" / "merged", out)
-    assert killed in ([1], [2])
-    lines = {json.loads(line)["tensor"] for line in report.read_text().splitlines()}
-    assert lines == set(tensors_of(out))
+    assert_same(here / "one" / "merged", out)
+    assert killed.result() in (1, 2)
+    assert set(reported(report)) == set(tensors_of(out))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +78,7 @@ def test_two_nodes(cluster, tmp_path, speakers, monkeypatch):
 def test_without_a_cluster(tmp_path, llamas, merge, monkeypatch, address, message):
     if address == "auto":
         monkeypatch.setitem(sys.modules, "ray", None)
-    assert message in merge(ace_config(llamas), "--ray", address, code=1)
+    assert message in merge(ace_config(llamas), "--ray", address, fails=True)
     assert not (tmp_path / "merged").exists()
 
 
@@ -107,6 +86,6 @@ def test_without_a_cluster(tmp_path, llamas, merge, monkeypatch, address, messag
 def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, flags):
     """The merge would wait for ever."""
     monkeypatch.setattr("torch.get_num_threads", lambda: 5)
-    text = merge(ace_config(llamas), "--ray", cluster.address, *flags, code=1)
+    text = merge(ace_config(llamas), "--ray", cluster.address, *flags, fails=True)
     assert "no node of the cluster has room for a worker" in text
     assert not (tmp_path / "merged").exists()

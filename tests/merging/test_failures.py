@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import ace_config
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from sharded import (
     SHARDS,
@@ -27,7 +26,7 @@ from sharded import (
     write_config,
 )
 
-from mergekit_ace.cli import REFUSED_FLAGS, main
+from mergekit_ace.cli import REFUSED_FLAGS
 from mergekit_ace.merging import workers
 
 
@@ -49,7 +48,7 @@ def own(tmp_path) -> tuple[Path, Path]:
 def test_a_full_disk_is_known_before(llamas, merge, monkeypatch):
     usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    text = merge(ace_config(llamas), *SHARDS, code=1)
+    text = merge(ace_config(llamas), *SHARDS, fails=True)
     assert "needs 0.0 GB more, and its disk has 0.0 GB free" in text
 
 
@@ -90,7 +89,7 @@ def test_a_failure(tmp_path, llamas, merge, whole, failure, message, workers):
     """What is finished stays; one worker or several compute the rest."""
     out = tmp_path / "merged"
     with failure():
-        text = merge(ace_config(llamas), *SHARDS, code=1)
+        text = merge(ace_config(llamas), *SHARDS, fails=True)
     assert message in text
     assert "What is finished is kept: give the same command again" in text
     before = finished(out)
@@ -120,19 +119,19 @@ def test_an_input_truncated_later(tmp_path, own, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message", "code"),
+    ("flags", "message"),
     [
-        (("--multi-gpu",), "with --cuda for a GPU each", 1),
-        (("--async-write",), "with --cuda for a GPU each", 1),
-        (("--write-threads", "2"), "with --cuda for a GPU each", 1),
-        (("--no-safe-serialization",), "leave out --no-safe-serialization", 1),
-        (("--out-shard-size", "1.5GB"), "Invalid value for '--out-shard-size'", 2),
+        (("--multi-gpu",), "with --cuda for a GPU each"),
+        (("--async-write",), "with --cuda for a GPU each"),
+        (("--write-threads", "2"), "with --cuda for a GPU each"),
+        (("--no-safe-serialization",), "leave out --no-safe-serialization"),
+        (("--out-shard-size", "1.5GB"), "Invalid value for '--out-shard-size'"),
     ],
 )
-def test_flags_that_are_refused(tmp_path, llamas, merge, flags, message, code):
-    assert message in merge(ace_config(llamas), *flags, code=code)
+def test_flags_that_are_refused(tmp_path, llamas, merge, flags, message):
+    assert message in merge(ace_config(llamas), *flags, fails=True)
     assert not (tmp_path / "merged").exists()
-    text = CliRunner().invoke(main, ["merge", "--help"]).output
+    text = command("--help")
     assert "--read-to-gpu" in text
     assert not any(f"--{name.replace('_', '-')}" in text for name in REFUSED_FLAGS)
 
@@ -142,7 +141,7 @@ def test_a_result_beyond_float16(tmp_path, llamas, merge, method, key):
     """mergekit-yaml would write Inf for `out_dtype`, and for its own methods."""
     parameters = {"lambda": 1e8, **({"weight": 1} if method == "task_arithmetic" else {})}
     config = ace_config(llamas, merge_method=method, parameters=parameters, **{key: "float16"})
-    assert "bfloat16" in merge(config, *SHARDS, code=1)
+    assert "bfloat16" in merge(config, *SHARDS, fails=True)
     assert not list(tmp_path.glob("merged/*.safetensors"))
 
 

@@ -46,17 +46,16 @@ def test_a_model_is_not_overwritten_unasked(tmp_path, config):
     assert_same(tmp_path / "again" / "merged", out)
 
 
-def test_a_folder_of_other_files_is_refused(tmp_path, config, monkeypatch):
+def test_a_folder_of_other_files_is_refused(here, config):
     """Such as that in which the command is given."""
-    (tmp_path / "README.md").write_text("By hand.")
-    monkeypatch.chdir(tmp_path)
+    (here / "README.md").write_text("By hand.")
     text = refused(config, ".")
     assert "holds files that are none of a merge (README.md, merge.yml)" in text
     assert "choose a directory that is new or empty" in text
 
 
 def test_an_input_in_the_output(tmp_path, config, family):
-    """A model that is merged, or whose files are links, as of a former result; coefficients."""
+    """A model that is merged, or whose files are links; coefficients; a report of its name."""
     assert "might be replaced by its result" in refused(config, family[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
     shutil.copytree(family[1], out)
@@ -72,15 +71,10 @@ def test_an_input_in_the_output(tmp_path, config, family):
     parameters = {"coefficients": str(file)}
     write_config(config, ace_config(family, merge_method="statsmerging", parameters=parameters))
     assert f"{file} is needed by the merge" in refused(config, out)
-
-
-@pytest.mark.parametrize("name", ["README.md", ".merging/report.jsonl"])
-def test_a_report_under_a_name_of_the_result(tmp_path, family, name):
-    out = tmp_path / "out"
-    (out / ".merging").mkdir(parents=True)
-    settings = ace_config(family, parameters={"report": str(out / name)})
-    config = write_config(tmp_path / "m.yml", settings)
-    assert f"{out / name} is needed by the merge" in refused(config, out)
+    (out / SCRATCH_FOLDER).mkdir()
+    for report in (out / "README.md", out / SCRATCH_FOLDER / "report.jsonl"):
+        write_config(config, ace_config(family, parameters={"report": str(report)}))
+        assert f"{report} is needed by the merge" in refused(config, out)
 
 
 def test_what_may_lie_in_the_output(tmp_path, family):

@@ -4,60 +4,56 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import ace_config, save_family
-from click.testing import CliRunner
 from mergekit.config import MergeConfiguration
-from mergekit.scripts.run_yaml import main as mergekit_yaml
 from sharded import (
     INPUT_SHARDS,
     SHARDS,
     assert_same,
-    command,
     finished,
     linear,
     save_speakers,
-    write_config,
 )
 from tiny_models import tiny_model
 
 from mergekit_ace.merging.output import Manifest
 
 
-@pytest.fixture(autouse=True)
-def in_order(monkeypatch):
-    """Let mergekit list models by their names, as a merge of ours does, instead of by chance."""
+@pytest.fixture
+def compare(tmp_path, merge, mergekit_yaml, monkeypatch) -> Callable[..., Path]:
+    """Merge by both commands, into directories of one name; that of ours.
+
+    mergekit lists models by their names, as a merge of ours does, instead of by chance.
+    """
     original = MergeConfiguration.referenced_models
+    monkeypatch.setattr(
+        MergeConfiguration, "referenced_models", lambda self: sorted(original(self), key=str)
+    )
 
-    def referenced_models(self):
-        return sorted(original(self), key=str)
+    def run(config: dict, *flags: str) -> Path:
+        (tmp_path / "theirs").mkdir()
+        theirs = mergekit_yaml(config, *flags, out="theirs/merged")
+        merge(config, *flags, "--quiet", out="ours/merged")
+        ours = tmp_path / "ours" / "merged"
+        assert Manifest.read(ours).complete
+        assert_same(theirs, ours)
+        return ours
 
-    monkeypatch.setattr(MergeConfiguration, "referenced_models", referenced_models)
-
-
-def compare(tmp_path: Path, config: dict, *flags: str) -> Path:
-    """Merge by both commands, into directories of one name; that of ours."""
-    path = write_config(tmp_path / "merge.yml", config)
-    theirs, ours = tmp_path / "theirs" / "merged", tmp_path / "ours" / "merged"
-    arguments = [str(path), str(theirs), *flags, "--quiet"]
-    result = CliRunner().invoke(mergekit_yaml, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    command(path, ours, *flags, "--quiet")
-    assert Manifest.read(ours).complete
-    assert_same(theirs, ours)
-    return ours
+    return run
 
 
 @pytest.mark.parametrize(("method", "flags"), [("linear", ()), ("ace", SHARDS), ("slerp", SHARDS)])
-def test_methods(tmp_path, llamas, method, flags):
+def test_methods(compare, llamas, method, flags):
     config = ace_config(llamas, merge_method=method, out_dtype="bfloat16")
     if method == "linear":
         config = linear(llamas)
     elif method == "slerp":
         config |= {"models": [{"model": path} for path in llamas[:2]], "parameters": {"t": 0.3}}
-    ours = compare(tmp_path, config, *flags)
+    ours = compare(config, *flags)
     files = len(list(ours.glob("*.safetensors")))
     assert files == len(finished(ours))
     assert (files > 3) == bool(flags)
@@ -72,24 +68,27 @@ def test_methods(tmp_path, llamas, method, flags):
         ({}, (*SHARDS, "--unsafe-truncate-embeddings")),
     ],
 )  # fmt: skip
-def test_tokenizers(tmp_path, speakers, settings, flags):
-    ours = compare(tmp_path, ace_config(speakers, **settings), *flags)
+def test_tokenizers(compare, speakers, settings, flags):
+    ours = compare(ace_config(speakers, **settings), *flags)
     assert (ours / "tokenizer.json").exists()
     assert (ours / "chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-write-model-card", "--no-copy-tokenizer")])
-def test_a_tokenizer_that_is_loaded_and_saved_again(tmp_path, speakers, flags):
-    ours = compare(tmp_path, linear(speakers[:1], chat_template="chatml"), *flags)
+def test_a_tokenizer_that_is_loaded_and_saved_again(compare, speakers, flags):
+    ours = compare(linear(speakers[:1], chat_template="chatml"), *flags)
     assert (ours / "tokenizer.json").exists() == (ours / "README.md").exists() == (not flags)
 
 
-def test_slices(tmp_path, llamas):
-    sources = [{"model": path, "layer_range": [0, 2]} for path in llamas]
-    config = {**ace_config(llamas), "slices": [{"sources": sources}, {"sources": sources}]}
+def test_slices(compare, llamas):
+    slices = [
+        {"sources": [{"model": path, "layer_range": layers} for path in llamas]}
+        for layers in ([0, 2], [1, 2])
+    ]
+    config = {**ace_config(llamas), "slices": slices}
     del config["models"]
-    ours = compare(tmp_path, config, *SHARDS)
-    assert '"num_hidden_layers": 4' in (ours / "config.json").read_text()
+    ours = compare(config, *SHARDS)
+    assert '"num_hidden_layers": 3' in (ours / "config.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -100,21 +99,21 @@ def test_slices(tmp_path, llamas):
         ("ViTForImageClassification", "vit", {"save_original_format": False}),
     ],
 )
-def test_architectures(tmp_path, name, model_type, save):
+def test_architectures(tmp_path, compare, name, model_type, save):
     """Weights stored (in, out), several modules, names that mergekit infers."""
     model = tiny_model(name, model_type, layers=1)
     paths = save_family(model, tmp_path, max_shard_size=INPUT_SHARDS, **save)
-    compare(tmp_path, ace_config(paths), *SHARDS)
+    compare(ace_config(paths), *SHARDS)
 
 
 @pytest.mark.parametrize("flags", [(), ("--clone-tensors",)])
-def test_a_layer_that_occurs_twice(tmp_path, llamas, flags):
+def test_a_layer_that_occurs_twice(compare, llamas, flags):
     pieces = [{"sources": [{"model": llamas[0], "layer_range": [0, 1]}]}] * 2
     config = {"merge_method": "passthrough", "slices": pieces, "dtype": "float32"}
-    compare(tmp_path, config, *flags)
+    compare(config, *flags)
 
 
-def test_names_on_the_hub(tmp_path, monkeypatch):
+def test_names_on_the_hub(tmp_path, compare, monkeypatch):
     """Models that were downloaded before, by their names; what is there is told by an imitation."""
     cache, names = tmp_path / "cache", []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
@@ -130,5 +129,5 @@ def test_names_on_the_hub(tmp_path, monkeypatch):
         return os.listdir(cache / f"models--{repo.replace('/', '--')}" / "snapshots" / "0123abc")
 
     monkeypatch.setattr("huggingface_hub.list_repo_files", list_repo_files)
-    ours = compare(tmp_path, ace_config(names, tokenizer={"source": "base"}), *SHARDS)
+    ours = compare(ace_config(names, tokenizer={"source": "base"}), *SHARDS)
     assert all(str(cache) in path for path in Manifest.read(ours).identity["inputs"])

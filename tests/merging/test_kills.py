@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -19,7 +18,15 @@ import pytest
 import torch
 from checkpoints import ace_config
 from mergekit.options import MergeOptions
-from sharded import assert_same, command, finished, save_llamas, tensors_of, write_config
+from sharded import (
+    assert_same,
+    command,
+    finished,
+    reported,
+    save_llamas,
+    tensors_of,
+    write_config,
+)
 from tqdm import tqdm
 
 from mergekit_ace.files.saving import package_versions
@@ -30,43 +37,49 @@ from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeJob, Shard, compute
 from mergekit_ace.merging.workers import assign_gpus
 
 SHARDS = ("--out-shard-size", "6000", "--quiet")
-KILLS = 5  # of each kind
+KILLS = 4  # of each kind
 
 
 def drive(config: Path, out: Path, bars_locked: bool) -> None:
-    """A driver, and its two workers, in a process group of their own.
-
-    Args:
-        bars_locked: have the lock of its bars all the time, as if a worker had died with it.
-    """
+    """A driver, and its two workers, in a process group of their own."""
     os.setpgrp()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    sys.stderr = open(errors_file(out), "w")  # noqa: SIM115  # open until the process ends
+    sys.stderr = open(out.with_name("errors.txt"), "w")  # noqa: SIM115  # until the process ends
     # the process that this one was forked from has imported everything already
     workers.START_METHOD = "fork"
-    options = MergeOptions(out_shard_size=6_000, quiet=True)
     if bars_locked:
         tqdm.get_lock().acquire()
-    run_shards(config, out, options, workers=2)
-
-
-def errors_file(out: Path) -> Path:
-    """Where a driver writes what it says of errors."""
-    return out.with_name("errors.txt")
+    run_shards(config, out, MergeOptions(out_shard_size=6_000, quiet=True), workers=2)
 
 
 class Driver:
-    """A merge in another process."""
+    """A merge in another process, into `killed/merged` beside its config.
 
-    def __init__(self, config: Path, out: Path, bars_locked: bool = False):
+    With `bars_locked`, it has the lock of its bars all the time, as if a worker had died with it.
+    """
+
+    def __init__(self, config: Path, bars_locked: bool = False):
+        self.config, self.out = config, config.parent / "killed" / "merged"
+        shutil.rmtree(self.out.parent, ignore_errors=True)
+        self.out.parent.mkdir()
+        self.report.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*workers.PRELOADED, __name__])
-        self.process = context.Process(target=drive, args=(config, out, bars_locked))
+        self.process = context.Process(target=drive, args=(config, self.out, bars_locked))
         self.process.start()
 
-    def end(self) -> int | None:
+    @property
+    def report(self) -> Path:
+        return self.config.with_name("report.jsonl")
+
+    def wait_for(self, shards: int) -> None:
+        """Wait until so many shards are finished, and a worker is there."""
+        while self.process.is_alive() and (len(finished(self.out)) < shards or not self.workers()):
+            time.sleep(0.002)
+
+    def end(self) -> tuple[int | None, str]:
+        """Wait for the end; the exit code, and what was said of errors."""
         self.process.join(120)
-        return self.process.exitcode
+        return self.process.exitcode, self.out.with_name("errors.txt").read_text()
 
     def workers(self) -> list[psutil.Process]:
         try:
@@ -84,14 +97,19 @@ class Driver:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(self.process.pid).suspend()  # so that it starts no more workers
         workers = self.workers()
-        try:
+        with suppress(ProcessLookupError):  # not yet a group of its own, or at its end
             if everything:
                 os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # not yet a group of its own, or at its end
-            pass
         self.process.kill()
         self.process.join()
         assert all(gone(worker) for worker in workers)  # forked, they have its lock
+
+    def check(self, before: dict[str, int]) -> None:
+        """Compare with the result without any kill; the report has every tensor."""
+        after = finished(self.out)
+        assert {name: after[name] for name in before} == before
+        assert_same(self.config.parent / "reference" / "merged", self.out)
+        assert set(reported(self.report)) == set(tensors_of(self.out))
 
 
 def gone(process: psutil.Process) -> bool:
@@ -107,102 +125,76 @@ def gone(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(scope="module")
-def merge(tmp_path_factory) -> tuple[Path, Path]:
-    """A config, and its result without any kill; about as many shards as tensors."""
+def config(tmp_path_factory) -> Path:
+    """A config, beside its result without any kill; about as many shards as tensors."""
     folder = tmp_path_factory.mktemp("killed")
     paths = save_llamas(folder, num_hidden_layers=1)
     report = {"report": str(folder / "report.jsonl")}
     config = write_config(folder / "merge.yml", ace_config(paths, parameters=report))
     command(config, folder / "reference" / "merged", *SHARDS)
-    return config, folder / "reference" / "merged"
-
-
-def begin(merge: tuple[Path, Path], **settings) -> tuple[Path, Driver]:
-    """Start a merge with two workers."""
-    config, _ = merge
-    out = config.parent / "killed" / "merged"
-    shutil.rmtree(out, ignore_errors=True)
-    (config.parent / "report.jsonl").unlink(missing_ok=True)
-    return out, Driver(config, out, **settings)
-
-
-def wait_for(driver: Driver, out: Path, shards: int) -> None:
-    """Wait until so many shards are finished, and a worker is there."""
-    while driver.process.is_alive() and not (len(finished(out)) >= shards and driver.workers()):
-        time.sleep(0.002)
-
-
-def check(merge: tuple[Path, Path], out: Path, before: dict[str, int]) -> None:
-    """Compare with the result without any kill; the report has every tensor."""
-    config, reference = merge
-    after = finished(out)
-    assert {name: after[name] for name in before} == before
-    assert_same(reference, out)
-    lines = (config.parent / "report.jsonl").read_text().splitlines()
-    assert {json.loads(line)["tensor"] for line in lines} == set(tensors_of(out))
+    return config
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["driver", "everything"])
-def test_kills_and_resumes(merge, everything):
+def test_kills_and_resumes(config, everything):
     """Soon after so many shards."""
     source, between = random.Random(20), 0  # kills between the first shard and the end
     for shards in range(KILLS):
-        out, driver = begin(merge)
-        wait_for(driver, out, shards)
+        driver = Driver(config)
+        driver.wait_for(shards)
         time.sleep(source.uniform(0, 0.03))
         driver.kill(everything=everything)
-        before, manifest = finished(out), Manifest.read(out)
+        before, manifest = finished(driver.out), Manifest.read(driver.out)
         between += bool(before) and manifest is not None and not manifest.complete
-        command(merge[0], out, *SHARDS)
-        check(merge, out, before)
+        command(config, driver.out, *SHARDS)
+        driver.check(before)
     assert between > 0
 
 
-def test_workers(merge):
+def test_workers(config):
     """The run goes on with one worker less; what is finished is not computed again."""
-    died = 0
+    died = []
     for shards in range(KILLS):
-        out, driver = begin(merge)
-        wait_for(driver, out, shards)
+        driver = Driver(config)
+        driver.wait_for(shards)
         driver.kill_workers(1)
-        before = finished(out)
-        assert driver.end() == 0
-        check(merge, out, before)
-        deaths = errors_file(out).read_text().count("a worker died")
-        assert deaths <= 1
-        died += deaths
-    assert died > 0
+        before = finished(driver.out)
+        code, errors = driver.end()
+        assert code == 0
+        driver.check(before)
+        died.append(errors.count("a worker died"))
+    assert max(died) == 1
 
 
-def test_workers_that_always_die(merge):
+def test_workers_that_always_die(config):
     """The run ends, says why, and keeps what is finished."""
-    out, driver = begin(merge)
+    driver = Driver(config)
     while driver.process.is_alive():
         driver.kill_workers()
         time.sleep(0.002)
-    assert driver.end() == 1
-    assert "3 times a worker died: out of memory, or killed" in errors_file(out).read_text()
-    command(merge[0], out, *SHARDS)
-    check(merge, out, {})
+    code, errors = driver.end()
+    assert code == 1
+    assert "3 times a worker died: out of memory, or killed" in errors
+    command(config, driver.out, *SHARDS)
+    driver.check({})
 
 
-def test_a_lock_that_nobody_gives_back(merge):
+def test_a_lock_that_nobody_gives_back(config):
     """Workers wait for no lock of the driver, or of each other: its owner may be killed."""
-    out, driver = begin(merge, bars_locked=True)
+    driver = Driver(config, bars_locked=True)
     try:
-        assert driver.end() == 0
+        assert driver.end()[0] == 0
     finally:
         driver.kill(everything=True)
-    check(merge, out, {})
+    driver.check({})
 
 
-def test_processes(tmp_path, llamas, monkeypatch, caplog):
+def test_processes(here, llamas, monkeypatch, caplog):
     """Models by relative paths, which workers know, too; their notices are said once.
 
     They are not forked from this process, whose threads they would wait for.
     """
     monkeypatch.setattr("os.fork", lambda: pytest.fail("a fork of a process with threads"))
-    monkeypatch.chdir(tmp_path)
     models = [os.path.relpath(path) for path in llamas]
     config = write_config(Path("merge.yml"), ace_config(models, parameters={"lambda": 1e7}))
     flags = ("--out-shard-size", "12000", "--no-check")

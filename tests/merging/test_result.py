@@ -14,10 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny_llama
-from click.testing import CliRunner
+from checkpoints import (
+    LLAMA,
+    ace_config,
+    add,
+    configure,
+    rewrite,
+    save_family,
+    save_tokenizer,
+    tiny_llama,
+)
+from commands import command
 from safetensors.torch import load_file
-from sharded import SHARDS, linear, save_tokenizer, write_config
+from sharded import SHARDS, VOCABULARY, linear
 from tiny_models import tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +36,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from mergekit_ace.cli import main
 from mergekit_ace.merging.output import Manifest
 
 PROMPT = "t1 t2 t3"
@@ -43,23 +51,18 @@ def paths(tmp_path) -> list[str]:
 def save_talkers(folder: Path, model) -> list[str]:
     paths = save_family(model, folder)
     for path in paths:
-        save_tokenizer(path, 40)
+        save_tokenizer(path, VOCABULARY)
     return paths
 
 
-def test_errors_end_it_before_it_starts(tmp_path, paths, merge):
-    text = merge(ace_config(paths, parameters={"epsilom": 1}), code=1)
+def test_errors_end_it_before_it_starts_and_warnings_stop_nothing(tmp_path, paths, merge):
+    text = merge(ace_config(paths, parameters={"epsilom": 1}), fails=True)
     assert "did you mean 'epsilon'?" in text
     assert "Nothing was merged; --no-check leaves this check out" in text
     assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize("flag", ["--no-write-model-card", "--quiet"])
-def test_warnings_are_said_and_stop_nothing(tmp_path, paths, flag):
-    config = write_config(tmp_path / "merge.yml", ace_config(paths, dtype="bfloat16"))
-    result = CliRunner().invoke(main, ["merge", str(config), str(tmp_path / "merged"), flag])
-    assert result.exit_code == 0
-    assert ("warning: `dtype: bfloat16` rounds" in result.stderr) == (flag != "--quiet")
+    for flag in ("--no-write-model-card", "--quiet"):
+        said = merge(ace_config(paths, dtype="bfloat16"), flag, "--overwrite")
+        assert ("warning: `dtype: bfloat16` rounds" in said) == (flag != "--quiet")
 
 
 def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path, merge):
@@ -67,12 +70,11 @@ def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path, m
     model = tiny_model("T5ForConditionalGeneration", "t5", layers=1)
     settings = linear(save_family(model, tmp_path))
     settings["modules"] = {"decoder": {"models": settings.pop("models")}}
-    text, out = merge(settings, code=1), tmp_path / "merged"
+    text, out = merge(settings, fails=True), tmp_path / "merged"
     assert "whole: it lacks" in text
     assert "encoder.block.0" in text
     assert not out.exists()
-    arguments = ["merge", str(tmp_path / "merge.yml"), str(out), "--no-check"]
-    told = CliRunner().invoke(main, arguments).stderr
+    told = merge(settings, "--no-check")
     assert f"{out} is no model that transformers loads whole: it lacks" in told
     assert Manifest.read(out).complete
 
@@ -89,10 +91,8 @@ def test_more_layers_of_two_kinds(tmp_path, merge):
     merge({"merge_method": "passthrough", "slices": pieces, "dtype": "float32"})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.config.layer_types == [*kinds, "sliding_attention"]
-    result = CliRunner().invoke(main, ["check", str(tmp_path / "merge.yml")])
-    assert result.exit_code == 1
-    text = "the result has 3 layers, and its config.json would have 2 `layer_types`"
-    assert text in result.output
+    said = command("check", tmp_path / "merge.yml", fails=True)
+    assert "the result has 3 layers, and its config.json would have 2 `layer_types`" in said
 
 
 @pytest.mark.parametrize(("moved", "flags"), [(0.0, ()), (0.02, SHARDS)])
@@ -119,25 +119,16 @@ def test_tensors_that_all_models_keep_in_float32(tmp_path, paths, merge):
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
 
 
-CODE = {
-    "configuration_tiny.py": """
-from transformers import LlamaConfig
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
 
 class TinyConfig(LlamaConfig):
     model_type = "tiny-code"
-""",
-    "modeling_tiny.py": """
-from transformers import LlamaForCausalLM
-from .configuration_tiny import TinyConfig
 
 class TinyForCausalLM(LlamaForCausalLM):
     config_class = TinyConfig
-""",
-}
-AUTO_MAP = {
-    "AutoConfig": "configuration_tiny.TinyConfig",
-    "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
-}
+"""
+AUTO_MAP = {"AutoConfig": "tiny.TinyConfig", "AutoModelForCausalLM": "tiny.TinyForCausalLM"}
 
 
 def test_models_that_bring_code(tmp_path, paths, monkeypatch, merge):
@@ -145,8 +136,7 @@ def test_models_that_bring_code(tmp_path, paths, monkeypatch, merge):
     cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
     monkeypatch.setattr(cache, str(tmp_path / "modules"))
     for path in paths:
-        for name, text in CODE.items():
-            Path(path, name).write_text(text)
+        Path(path, "tiny.py").write_text(CODE)
         named = {"architectures": ["TinyForCausalLM"], "model_type": "tiny-code"}
         configure(path, auto_map=AUTO_MAP, **named)
     said = merge(ace_config(paths), "--trust-remote-code", "--try", "t1 t2")
@@ -159,8 +149,7 @@ def test_models_that_bring_code(tmp_path, paths, monkeypatch, merge):
 def test_code_is_not_run_unasked(tmp_path, paths, merge):
     """Where transformers has an architecture of its own, code that models bring is none of ours."""
     for path in paths:
-        for name in CODE:
-            Path(path, name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        Path(path, "tiny.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
         configure(path, auto_map=AUTO_MAP)
     merge(ace_config(paths), "--try", "t1 t2")
     assert not (tmp_path / "ran").exists()
@@ -211,6 +200,6 @@ def test_trials_that_fail(tmp_path, kind, prompt, merge):
         paths = save_family(tiny_model("ViTForImageClassification", "vit", layers=1), tmp_path)
     else:
         paths = save_talkers(tmp_path, tiny_llama(vocab_size=30))
-    text = merge(linear(paths), "--unplanned", "base", "--try", prompt, code=1)
+    text = merge(linear(paths), "--unplanned", "base", "--try", prompt, fails=True)
     assert "the merge is complete, and --try failed, which needs a model that generates" in text
     assert "is complete" in merge(linear(paths), "--unplanned", "base")

@@ -12,8 +12,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
-from checkpoints import ace_config, fine_tuned, tiny_llama
+from checkpoints import ace_config, configure, fine_tuned, tiny_llama
 from safetensors.torch import load_file
 from sharded import (
     SHARDS,
@@ -25,6 +24,7 @@ from sharded import (
     finished,
     linear,
     refusal,
+    reported,
     save_llamas,
     write_config,
 )
@@ -105,11 +105,6 @@ def test_overwrite_begins_anew(merged, begun, tmp_path):
     assert_same(whole(tmp_path, config, "--quiet"), out)
 
 
-def rewrite(path: Path, **changes) -> None:
-    """Change a YAML or JSON file, which is YAML, too."""
-    path.write_text(json.dumps(yaml.safe_load(path.read_text()) | changes))
-
-
 def test_what_changed_is_named(tmp_path):
     """And nothing is touched."""
     base, _, expert = save_llamas(tmp_path)
@@ -120,9 +115,9 @@ def test_what_changed_is_named(tmp_path):
     os.utime(f"{base}/config.json", ns=(1, 1))
     shutil.rmtree(expert)
     fine_tuned(tiny_llama(), seed=99).save_pretrained(expert)
-    rewrite(config, parameters={"epsilon": 0.1})
+    write_config(config, ace_config([base, expert], parameters={"epsilon": 0.1}))
     versions = {**identity["versions"], "torch": "0.1"}
-    rewrite(out / MANIFEST_FILE, identity={**identity, "versions": versions})
+    configure(out, MANIFEST_FILE, identity={**identity, "versions": versions})
     before = contents(out)
     text = refusal(config, out, *SHARDS, "--random-seed", 7)
     assert "cannot be resumed; changed since it was begun: " in text
@@ -166,10 +161,6 @@ def test_a_joint_tokenizer_begins_anew(tmp_path, speakers):
     assert_same(whole(tmp_path, config), out)
 
 
-def lines_of(path: Path) -> list[str]:
-    return [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
-
-
 def test_a_report_has_every_tensor(tmp_path):
     """It may lie beside a model, and hold the lines of another merge, which stay."""
     family = save_llamas(tmp_path)
@@ -177,13 +168,13 @@ def test_a_report_has_every_tensor(tmp_path):
     settings = ace_config(family, parameters={"report": str(report)})
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     reference = whole(tmp_path, config)
-    every = lines_of(report)
+    every = reported(report)
     report.write_text('{"tensor": "of another merge"}\n')
     begin(config, out)
     done = sum(len(load_file(reference / name)) for name in list(finished(reference))[:2])
-    assert lines_of(report) == ["of another merge", *every[:done]]
+    assert reported(report) == ["of another merge", *every[:done]]
     command(config, out, *SHARDS)
-    assert lines_of(report) == ["of another merge", *every]
+    assert reported(report) == ["of another merge", *every]
 
 
 def test_random_methods_draw_the_same(tmp_path, llamas):
@@ -204,10 +195,9 @@ def test_random_methods_draw_the_same(tmp_path, llamas):
 
 def enter(out: Path, **files: str | None) -> None:
     """Change what a manifest says of files; None: they are not in it."""
-    content = json.loads((out / MANIFEST_FILE).read_text())
-    named = content["files"] | files
-    content["files"] = {name: digest for name, digest in named.items() if digest is not None}
-    (out / MANIFEST_FILE).write_text(json.dumps(content))
+    named = json.loads((out / MANIFEST_FILE).read_text())["files"] | files
+    named = {name: digest for name, digest in named.items() if digest is not None}
+    configure(out, MANIFEST_FILE, files=named)
 
 
 @pytest.mark.parametrize(
@@ -249,16 +239,12 @@ def test_shards_that_are_not_what_they_were_are_made_again(merged, out):
     assert Manifest.read(out) == Manifest.read(reference)
 
 
-@pytest.mark.parametrize("index", ["gone", "damaged"])
-def test_files_beside_weights_are_made_again(merged, out, index):
+def test_files_beside_weights_are_made_again(merged, out):
     config, reference = merged
     before = finished(out)
-    for name in ("tokenizer.json", "README.md", INDEX):
+    for name in ("tokenizer.json", "README.md", "config.json"):
         (out / name).unlink()
-    if index == "damaged":
-        (out / INDEX).write_text("{}")
-    else:
-        (out / "config.json").unlink()
+    (out / INDEX).write_text("{}")
     enter(out, x="0" * 64, **{"config.json": None})
     assert f"{INDEX} is not what it was when it was finished" in command(config, out, *SHARDS)
     assert finished(out) == before
@@ -269,15 +255,15 @@ def test_files_beside_weights_are_made_again(merged, out, index):
 def test_what_somebody_has_edited_stays(merged, out):
     """Where a shard is made again, too."""
     config, reference = merged
-    edited = json.loads((out / "config.json").read_text()) | {"use_cache": False}
-    (out / "config.json").write_text(json.dumps(edited))
+    configure(out, use_cache=False)
+    edited = (out / "config.json").read_text()
     (out / "README.md").write_text("My own words.\n")
     file = next(iter(finished(out)))
     for _ in range(2):
         (out / file).unlink()
         text = command(config, out, *SHARDS)
         assert "config.json was edited after the merge, and stays; delete it" in text
-        assert json.loads((out / "config.json").read_text()) == edited
+        assert (out / "config.json").read_text() == edited
         assert (out / "README.md").read_text() == "My own words.\n"
         assert (out / file).read_bytes() == (reference / file).read_bytes()
     (out / "README.md").unlink()

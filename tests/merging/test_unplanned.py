@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, add, save_family, tiny_llama
+from checkpoints import ace_config, add, save_family, save_tokenizer, tiny_llama
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
-from sharded import SHARDS, finished, linear, save_tokenizer
+from sharded import SHARDS, VOCABULARY, finished, linear, reported
 
 from mergekit_ace.merging.output import Manifest
 
@@ -43,12 +43,12 @@ def paths(tmp_path) -> list[str]:
 
 
 def test_by_default_it_is_an_error(tmp_path, paths, merge):
-    text = merge(ace_config(paths), code=1)
+    text = merge(ace_config(paths), fails=True)
     assert "no merge of 3 tensors of" in text
     assert "--unplanned merge` merges them" in text
     assert not (tmp_path / "merged").exists()
     # --no-check is no consent to lose them
-    assert "no merge of 3 tensors of" in merge(ace_config(paths), "--no-check", code=1)
+    assert "no merge of 3 tensors of" in merge(ace_config(paths), "--no-check", fails=True)
 
 
 def test_heads_are_merged_like_everything_else(tmp_path, paths, merge):
@@ -68,7 +68,7 @@ def test_what_was_planned_stays_as_it_was(tmp_path, paths, treatment, merge, mer
     report, out = tmp_path / "report.jsonl", tmp_path / "merged"
     settings = ace_config(paths, out_dtype="bfloat16", parameters={"report": str(report)})
     merge(settings, *SHARDS, "--unplanned", treatment)
-    lines = [json.loads(line)["tensor"] for line in report.read_text().splitlines()]
+    lines = reported(report)
     assert len(lines) == len(set(lines))
     assert (HEAD.keys() <= set(lines)) == (treatment == "merge")
     assert all((out / shard).stat().st_size < 16_000 for shard in finished(out))
@@ -81,7 +81,7 @@ def test_what_was_planned_stays_as_it_was(tmp_path, paths, treatment, merge, mer
     assert list(index["weight_map"])[-3:] == list(HEAD)
     assert set(index["weight_map"]) == ours.keys()
     other = {"base": "merge", "merge": "base"}[treatment]
-    text = merge(settings, *SHARDS, "--unplanned", other, code=1)
+    text = merge(settings, *SHARDS, "--unplanned", other, fails=True)
     assert "changed since it was begun: unplanned" in text
 
 
@@ -89,7 +89,7 @@ def test_rows_of_tokens_follow_the_tokenizer(tmp_path, merge):
     """A head has a row per token of the result, though only the embeddings are planned."""
     paths = save_family(tiny_llama(), tmp_path)
     for n, path in enumerate(paths):
-        save_tokenizer(path, 38)  # two rows of the embeddings are padding
+        save_tokenizer(path, VOCABULARY[:38])  # two rows of the embeddings are padding
         rows = torch.arange(40.0)[:, None] + 100 * n + torch.zeros(40, 32)
         add(path, mtp__head__weight=rows)
     for treatment, mean in (("base", 0), ("merge", 100)):
@@ -102,7 +102,7 @@ def test_rows_of_tokens_follow_the_tokenizer(tmp_path, merge):
 
 def test_another_shape_is_an_error_before_anything_is_merged(tmp_path, paths, merge):
     add(paths[2], mtp__norm__weight=torch.ones(31))
-    text = merge(ace_config(paths), "--unplanned", "merge", code=1)
+    text = merge(ace_config(paths), "--unplanned", "merge", fails=True)
     assert all(part in text for part in ("mtp.norm.weight", paths[2], "31"))
     assert not (tmp_path / "merged").exists()
     merge(ace_config(paths), "--unplanned", "base")
