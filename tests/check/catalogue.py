@@ -6,11 +6,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
+from checkpoints import tiny_llama
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
 
 from mergekit_ace.cli import main
 
 NOTHING = {"error": "", "warning": ""}
+
+
+def save_adapter(base: str = "", revision: str | None = None, **model: object) -> Path:
+    """Save an adapter, for a tiny llama, as `adapter`; its settings."""
+    targets = ["q_proj", "down_proj"]
+    adapter = get_peft_model(tiny_llama(**model), LoraConfig(r=2, target_modules=targets))
+    settings = adapter.peft_config["default"]
+    settings.base_model_name_or_path = base or str(Path("base").absolute())
+    settings.revision = revision
+    adapter.save_pretrained("adapter")
+    return Path("adapter", "adapter_config.json")
 
 
 def write_config(config: dict | str) -> Path:

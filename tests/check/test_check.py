@@ -10,19 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from catalogue import NOTHING, findings, write_config
-from checkpoints import (
-    ace_config,
-    configure,
-    rewrite,
-    save_family,
-    save_tokenizer,
-    tiny_llama,
-)
+from catalogue import NOTHING, findings, save_adapter, write_config
+from checkpoints import ace_config, configure, rewrite, save_family, save_tokenizer, tiny_llama
 from commands import command
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_architectures import small_model
 
@@ -90,16 +82,8 @@ def test_files_that_mergekit_leaves_out(paths):
     assert "`mergekit-ace card OUT`" in told["warning"]
 
 
-def save_adapter(base: str, revision: str | None = None) -> Path:
-    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
-    settings = model.peft_config["default"]
-    settings.base_model_name_or_path, settings.revision = base, revision
-    model.save_pretrained("adapter")
-    return Path("adapter", "adapter_config.json")
-
-
 def test_adapters(paths):
-    settings = save_adapter(str(Path("base").absolute()))
+    settings = save_adapter()
     config = ace_config([*paths[:2], "./base+./adapter"])
     before = set(LoaderCache().loaders)  # other tests of this process may have loaded adapters
     told = findings(config)
@@ -115,8 +99,7 @@ def test_adapters(paths):
 
 
 def test_room_on_the_disk(paths, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10, 9, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
     assert "but / has 1 kB left" in findings(ace_config(paths), "/a/b/c")["error"]
 
 

@@ -6,9 +6,6 @@ from __future__ import annotations
 import pytest
 import yaml
 from catalogue import NOTHING, findings
-from measured_files import measured_checkpoints, needs_statistics
-
-from mergekit_ace.plugin import our_methods
 
 PLAIN = """
 merge_method: ace
@@ -172,17 +169,6 @@ def test_mistakes_in_yaml(text, message):
 
 @pytest.mark.parametrize("config", [*map(changed, RIGHT), f"{PLAIN}parameters:\n"])
 def test_configs_that_are_right(config):
-    assert findings(config) == NOTHING
-
-
-@pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
-def test_every_method_at_its_defaults(family, tmp_path, method):
-    config = changed(f"merge_method: {method.spec.name}")
-    if method.spec.name == "statsmerging":
-        config = changed("{merge_method: statsmerging, each: {weight: 0.3}}")
-    if needs_statistics(method):
-        models = [str(family / name) for name in ("base", "expert0", "expert1")]
-        config["parameters"] = {"statistics": measured_checkpoints(tmp_path, models)}
     assert findings(config) == NOTHING
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import NOTHING, findings
+from catalogue import NOTHING, findings, save_adapter
 from checkpoints import (
     LLAMA,
     ace_config,
@@ -22,7 +22,6 @@ from checkpoints import (
     save_tokenizer,
     tiny_llama,
 )
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_architectures import small_model
 from torch import Tensor
@@ -120,11 +119,7 @@ def index_of_more(config: dict) -> None:
 
 def adapter(made_for: str = "", *, damaged: bool = False, **given: object) -> Make:
     def make(config: dict) -> None:
-        targets = ["q_proj", "down_proj"]
-        model = get_peft_model(tiny_llama(**given), LoraConfig(r=2, target_modules=targets))
-        base = str(Path("base").absolute())
-        model.peft_config["default"].base_model_name_or_path = made_for or base
-        model.save_pretrained("adapter")
+        save_adapter(made_for, **given)
         config["models"][0]["model"] = "./base+./adapter"
         if damaged:
             file = Path("adapter", "adapter_model.safetensors")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import ace_config, rewrite, save_family, tiny_llama
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
-from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from mergekit.merge_methods import merge_tensors
 from safetensors.torch import load_file, save_file
 
 
@@ -99,14 +99,3 @@ def test_a_head_that_the_base_lacks(llamas, mergekit_pytorch):
     save_file({**load_file(files[1]), "score.weight": torch.ones(2, 32)}, files[1])
     with pytest.raises(ValueError, match=r"has no tensor .*score.weight.*but an expert has"):
         mergekit_pytorch(ace_config(files), "--tensor-union")
-
-
-def test_state_dicts_in_memory():
-    base = {"w": torch.randn(5, 5), "b": torch.zeros(5), "n": torch.arange(3)}
-    expert = {"w": base["w"] + 0.1 * torch.randn(5, 5), "b": torch.ones(5), "n": base["n"]}
-    other = {"w": base["w"].clone(), "b": 3 * torch.ones(5), "n": base["n"]}
-    models = {"base": base, "expert": expert, "other": other}
-    merged = merge_state_dicts(models, "ace", base="base", parameters={"lambda": 1.0})
-    assert torch.equal(merged["w"], expert["w"])  # the only one that changed it
-    assert torch.equal(merged["b"], 2 * torch.ones(5))
-    assert torch.equal(merged["n"], base["n"])

@@ -87,34 +87,27 @@ def test_starts_of_python(tmp_path, file, steps, shown, told):
         assert done.returncode == 0
 
 
-@pytest.fixture
-def empty_registry(monkeypatch):
-    ours = {method.spec.name for method in plugin.our_methods()}
-    methods = {name: m for name, m in registry._METHODS.items() if name not in ours}
-    monkeypatch.setattr(registry, "_METHODS", methods)
+def test_a_name_already_taken(monkeypatch, caplog):
+    """And a registration that comes twice, as by an import of ours."""
 
-
-def test_twice_is_once(empty_registry):
-    mergekit_ace.register()
-    first = merge_methods.get("ace")
-    mergekit_ace.register()
-    assert merge_methods.get("ace") is first
-
-
-def test_a_name_already_taken(empty_registry, caplog):
     class Other:
         spec = merge_methods.MergeMethodSpec(name="ace")
 
+    ours = {method.spec.name: type(method) for method in plugin.our_methods()}
+    methods = {name: m for name, m in registry._METHODS.items() if name not in ours}
+    monkeypatch.setattr(registry, "_METHODS", methods)
     taken = Other()
     merge_methods.register(taken)
     plugin.register()
-    assert merge_methods.get("ace") is taken
     (record,) = caplog.records
     said = "merge method 'ace' is left to test_start_up, which has taken that name before"
     assert record.getMessage().startswith(said)
-    ours = {method.spec.name: type(method) for method in plugin.our_methods()}
+    assert merge_methods.get("ace") is taken
     del ours["ace"]
     assert all(type(merge_methods.get(name)) is kind for name, kind in ours.items())
+    known = merge_methods.get("ace_plus")
+    mergekit_ace.register()
+    assert merge_methods.get("ace_plus") is known
 
 
 @pytest.mark.parametrize(

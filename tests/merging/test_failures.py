@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
-from collections import namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,56 +45,26 @@ def own(tmp_path) -> tuple[Path, Path]:
 
 
 def test_a_full_disk_is_known_before(llamas, merge, monkeypatch):
-    usage = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     text = merge(ace_config(llamas), *SHARDS, fails=True)
     assert "needs 0.0 GB more, and its disk has 0.0 GB free" in text
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """No file of more than 10.7 kB can be written: the first four shards have less."""
+def test_a_file_that_cannot_be_written(tmp_path, llamas, merge, whole):
+    """What is finished stays; two workers compute the rest."""
+    out = tmp_path / "merged"
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_700, hard))  # the first four shards have less
     try:
-        yield
+        text = merge(ace_config(llamas), *SHARDS, fails=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-
-
-@contextmanager
-def bad_luck() -> Iterator[None]:
-    """The fifth shard fails."""
-    taken = iter(range(4))
-
-    def fail():
-        if next(taken, None) is None:
-            raise RuntimeError("no such luck")
-        return {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mergekit_ace.merging.shards.take_notices", fail)
-        yield
-
-
-@pytest.mark.parametrize(
-    ("failure", "message", "workers"),
-    [
-        (small_files, "File too large", 1),
-        (bad_luck, ".safetensors: RuntimeError: no such luck", 2),
-    ],
-)
-def test_a_failure(tmp_path, llamas, merge, whole, failure, message, workers):
-    """What is finished stays; one worker or several compute the rest."""
-    out = tmp_path / "merged"
-    with failure():
-        text = merge(ace_config(llamas), *SHARDS, fails=True)
-    assert message in text
+    assert re.search(r"\.safetensors: \w+: .*File too large", text)
     assert "What is finished is kept: give the same command again" in text
     before = finished(out)
     assert len(before) == 4
     assert not (out / "config.json").exists()
-    merge(ace_config(llamas), *SHARDS, "--workers", workers)
+    merge(ace_config(llamas), *SHARDS, "--workers", 2)
     assert {name: finished(out)[name] for name in before} == before
     assert_same(whole, out)
 

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import ace_config, save_family
 from mergekit.config import MergeConfiguration
-from sharded import (
-    INPUT_SHARDS,
-    SHARDS,
-    assert_same,
-    finished,
-    linear,
-    save_speakers,
-)
+from sharded import INPUT_SHARDS, SHARDS, assert_same, finished, linear, save_speakers
 from tiny_models import tiny_model
 
 from mergekit_ace.merging.output import Manifest
@@ -62,8 +55,7 @@ def test_methods(compare, llamas, method, flags):
 @pytest.mark.parametrize(
     ("settings", "flags"),
     [
-        ({"tokenizer": {"source": "union", "pad_to_multiple_of": 32}}, SHARDS),
-        ({"tokenizer": {"source": "union"}, "chat_template": "auto"}, ()),
+        ({"tokenizer": {"source": "union", "pad_to_multiple_of": 32}, "chat_template": "auto"}, ()),
         ({"tokenizer": {"source": "base"}, "chat_template": "{{ messages | length }}!"}, SHARDS),
         ({}, (*SHARDS, "--unsafe-truncate-embeddings")),
     ],

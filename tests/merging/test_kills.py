@@ -18,15 +18,7 @@ import pytest
 import torch
 from checkpoints import ace_config
 from mergekit.options import MergeOptions
-from sharded import (
-    assert_same,
-    command,
-    finished,
-    reported,
-    save_llamas,
-    tensors_of,
-    write_config,
-)
+from sharded import assert_same, command, finished, reported, save_llamas, tensors_of, write_config
 from tqdm import tqdm
 
 from mergekit_ace.files.saving import package_versions

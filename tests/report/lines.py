@@ -9,16 +9,14 @@ from typing import Any
 from mergekit_ace.methods.report_lines import Record
 from mergekit_ace.report.record import Report
 
-# What a line has only where a closed form was solved.
-OF_MATRICES = """gamma log_variance statistic threshold heterogeneous normalized refined epsilon
-    ridge amplification rank subspaces""".split()
 
-
-def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, Any]:
+def made_line(
+    name: str | None, tau: list[float], rule: str = "ace", **changes: Any
+) -> dict[str, Any]:
     """A matrix of 10 × 20 that was looked at, W0 of norm 100, task vectors all orthogonal."""
     count = len(tau)
     identity = [[float(a == b) for b in range(count)] for a in range(count)]
-    line = {
+    line: dict[str, Any] = {
         "tensor": name,
         "method": "ace",
         "shape": [10, 20],
@@ -26,35 +24,31 @@ def made_line(name: str | None, tau: list[float], **changes: Any) -> dict[str, A
         "models": [f"org/expert-{t}" for t in range(count)],
         "relative_size": [math.sqrt(value) / 100 for value in tau],
         "base_norm": 100.0,
-        "norm": [math.sqrt(value) for value in tau],
         "unchanged": [0.0] * count,
         "cosine": identity,
-        "rule": "ace",
+        "rule": rule,
         "weight": [1.0] * count,
         "tau": tau,
         "changed": [1] * count,
-        "gamma": 0.01,
-        "log_variance": 0.02,
-        "statistic": "gamma",
-        "threshold": 0.3,
-        "heterogeneous": False,
-        "normalized": False,
-        "refined": False,
-        "epsilon": [1e-5] * count,
-        "ridge": 0.5,
-        "amplification": 1.0,
-        "rank": 0,
-        "subspaces": {
-            "size": 2,
-            "stable_rank": [3.0] * count,
-            "inputs": identity,
-            "outputs": identity,
-        },
-        **changes,
     }
-    if line["rule"] == "mean":
-        line = {key: value for key, value in line.items() if key not in OF_MATRICES}
-    return line
+    if rule != "mean":  # what a line has only where a closed form was solved
+        line |= {
+            "gamma": 0.01,
+            "log_variance": 0.02,
+            "statistic": "gamma",
+            "threshold": 0.3,
+            "heterogeneous": False,
+            "refined": False,
+            "ridge": 0.5,
+            "amplification": 1.0,
+            "subspaces": {
+                "size": 2,
+                "stable_rank": [3.0] * count,
+                "inputs": identity,
+                "outputs": identity,
+            },
+        }
+    return line | changes
 
 
 def layers(count: int, tau: list[float], **changes: Any) -> list[dict[str, Any]]:

@@ -117,9 +117,6 @@ def test_names_that_would_be_markup_are_text(merged, tmp_path):
     assert "<script" not in page
     assert "<!--" not in page
     assert "<h1" not in page
-    for table in page.split("<table>")[1:]:
-        widths = {row.count("<td>") for row in table.partition("</table>")[0].split("<tr>")[2:]}
-        assert len(widths) == 1
     assert unescape(page).count(f"<td>{strange}</td>") == 1
     assert card(out, report) == text
 

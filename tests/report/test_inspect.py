@@ -148,7 +148,7 @@ def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect,
 
 @pytest.mark.parametrize("method", our_methods(), ids=lambda method: method.spec.name)
 def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_yaml, method):
-    """And the card of its result cites it."""
+    """The check of its config finds nothing, and the card of its result cites it."""
     paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path, scales=[0.02, 0.05])
     name, lines = method.spec.name, tmp_path / "r.jsonl"
     config = ace_config(paths, merge_method=name, parameters={"report": str(lines)})
@@ -158,6 +158,7 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
     if needs_statistics(method):
         config["parameters"]["statistics"] = measured_checkpoints(tmp_path / "stats", paths)
     out = mergekit_yaml(config)
+    assert command("check", tmp_path / "merged.yml").startswith("nothing to complain about")
     done = {line["tensor"]: line for line in map(json.loads, lines.read_text().splitlines())}
     folder = inspect(config)
     found = lines_of(folder)
