@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import ace_config, save_family, tiny_llama
+from checkpoints import ace_config, tiny_llama
 from coefficient_files import make_file
 from filelock import FileLock
 from sharded import assert_same, command, contents, linear, refusal, write_config
@@ -16,15 +16,9 @@ from mergekit_ace.files.models import MORE_TEMPLATES
 from mergekit_ace.merging.output import LOCK_FILE, MANIFEST_FILE, SCRATCH_FOLDER
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory) -> list[str]:
-    """A base and an expert."""
-    return save_family(tiny_llama(), tmp_path_factory.mktemp("family"), experts=1)
-
-
 @pytest.fixture
-def config(tmp_path, family) -> Path:
-    return write_config(tmp_path / "merge.yml", linear(family))
+def config(tmp_path, llamas) -> Path:
+    return write_config(tmp_path / "merge.yml", linear(llamas))
 
 
 def refused(config: Path, out: Path | str) -> str:
@@ -54,33 +48,33 @@ def test_a_folder_of_other_files_is_refused(here, config):
     assert "choose a directory that is new or empty" in text
 
 
-def test_an_input_in_the_output(tmp_path, config, family):
+def test_an_input_in_the_output(tmp_path, config, llamas):
     """A model that is merged, or whose files are links; coefficients; a report of its name."""
-    assert "might be replaced by its result" in refused(config, family[-1])
+    assert "might be replaced by its result" in refused(config, llamas[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
-    shutil.copytree(family[1], out)
+    shutil.copytree(llamas[1], out)
     linked.mkdir()
     for path in out.iterdir():
         (linked / path.name).symlink_to(path)
-    write_config(config, linear([family[0], str(linked)]))
+    write_config(config, linear([llamas[0], str(linked)]))
     assert "is needed by the merge" in refused(config, out)
     shutil.rmtree(out)
     out.mkdir()
     file = out / "coefficients.safetensors"
-    make_file(list(tiny_llama().state_dict()), family[1:]).save(file)
+    make_file(list(tiny_llama().state_dict()), llamas[1:]).save(file)
     parameters = {"coefficients": str(file)}
-    write_config(config, ace_config(family, merge_method="statsmerging", parameters=parameters))
+    write_config(config, ace_config(llamas, merge_method="statsmerging", parameters=parameters))
     assert f"{file} is needed by the merge" in refused(config, out)
     (out / SCRATCH_FOLDER).mkdir()
     for report in (out / "README.md", out / SCRATCH_FOLDER / "report.jsonl"):
-        write_config(config, ace_config(family, parameters={"report": str(report)}))
+        write_config(config, ace_config(llamas, parameters={"report": str(report)}))
         assert f"{report} is needed by the merge" in refused(config, out)
 
 
-def test_what_may_lie_in_the_output(tmp_path, family):
+def test_what_may_lie_in_the_output(tmp_path, llamas):
     """A report, and the config of the former merge: the lines of another merge stay."""
     out = tmp_path / "out"
-    settings = ace_config(family, parameters={"report": str(out / "report.jsonl")})
+    settings = ace_config(llamas, parameters={"report": str(out / "report.jsonl")})
     command(write_config(tmp_path / "merge.yml", settings), out)
     lines = (out / "report.jsonl").read_text()
     command(out / "mergekit_config.yml", out, "--overwrite")

@@ -24,6 +24,7 @@ def made_line(
         "models": [f"org/expert-{t}" for t in range(count)],
         "relative_size": [math.sqrt(value) / 100 for value in tau],
         "base_norm": 100.0,
+        "norm": [math.sqrt(value) for value in tau],
         "unchanged": [0.0] * count,
         "cosine": identity,
         "rule": rule,
