@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import STEPS
+from mergekit_ace.algebra.plus import LONGEST, STEPS
+from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
@@ -118,6 +119,11 @@ class RidgeMethod(TaskVectorMethod):
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         return super().work(_as_solved(settings, len(shape)), shape, experts)
 
+    def working(self, rows: int, columns: int, experts: int) -> int:
+        entries, size = rows * columns, min(columns, experts * rows)
+        refinement = 4 * entries * self.options_class.refines  # which works in float64
+        return 4 * (2 * min(experts * entries, LARGEST_STACK) + 2 * size**2 + refinement)
+
 
 def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     """Return settings by which matrices are solved for: those of the outputs' side, transposed."""
@@ -146,7 +152,6 @@ class AceMerge(RidgeMethod):
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     own_rule = "merged by the closed form"
     options_class = AceOptions
-    entry = 8  # as of eigenvectors
     products = 5.0  # with the refinement
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
@@ -197,5 +202,16 @@ class PlusAceMerge(RidgeMethod):
     options_class = PlusOptions
     ill_conditioned = ""
     citations = cited("xu2026ace", "gargiulo2025tsv")
-    entry = 16  # the squares of inputs and of outputs are kept of every expert
     products = 2.0 * (3 + STEPS)  # of rows and of columns: squares, right sides, weights and steps
+
+    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
+        if settings.layout == "table":  # whose orthogonal sum is one of a matrix
+            settings = replace(settings, layout="matrix")
+        return super().work(settings, shape, experts)
+
+    def working(self, rows: int, columns: int, experts: int) -> int:
+        entries, small = rows * columns, min(rows, columns)
+        if max(rows, columns) > LONGEST * small:
+            return 8 * (experts + 3) * entries
+        squares = (experts + 2) * columns**2 + experts * small**2
+        return 4 * ((2 * experts + 4) * entries + squares)

@@ -218,7 +218,11 @@ class TaskVectorMethod(GroupMergeMethod):
             return sweep(shape, experts)
         size = min(columns, experts * rows)
         operations = 2.0 * self.products * experts * entries * size
-        return Work(operations, self.entry * (experts + 4) * max(rows * columns, size**2))
+        return Work(operations, self.working(rows, columns, experts))
+
+    def working(self, rows: int, columns: int, experts: int) -> int:
+        """Return the bytes that the merge of one matrix takes beside its inputs and its result."""
+        return self.entry * (experts + 4) * rows * columns
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
