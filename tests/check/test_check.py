@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +18,6 @@ from safetensors.torch import load_file
 from test_architectures import small_model
 
 from mergekit_ace.check.check import MergeEstimate, Preflight, check_merge
-
-Info = namedtuple("Info", "dtype shape")
 
 
 def checked(config: dict) -> Preflight:
@@ -104,14 +101,14 @@ def test_room_on_the_disk(paths, monkeypatch):
 
 
 @pytest.fixture
-def hub(paths, here, monkeypatch) -> tuple[Path, dict[str, Info]]:
+def hub(paths, here, monkeypatch) -> tuple[Path, dict[str, SimpleNamespace]]:
     """Imitate `org/expert` on the Hub, which this machine does not reach.
 
     Returns the folder of its cache, which holds a config alone, and the headers that the Hub tells.
     """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
     tensors = load_file("expert0/model.safetensors")
-    headers = {name: Info("F32", list(tensor.shape)) for name, tensor in tensors.items()}
+    headers = {n: SimpleNamespace(dtype="F32", shape=[*t.shape]) for n, t in tensors.items()}
     files = {"model.safetensors": SimpleNamespace(tensors=headers)}
     monkeypatch.setattr(
         "huggingface_hub.get_safetensors_metadata",
@@ -134,7 +131,7 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub):
     result = checked(ace_config([*paths, "org/expert"]))
     assert result.ok, result.text
     assert "expert  org/expert: 21 tensors, 72.3 kB, F32" in result.text
-    headers["model.norm.weight"] = Info("F32", [31])
+    headers["model.norm.weight"].shape = [31]
     told = findings(ace_config([*paths, "org/expert"]))
     assert "org/expert has 1 tensors of another shape" in told["error"]
 

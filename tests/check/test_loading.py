@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import NOTHING, findings
-from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family
+from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny
 from commands import command
 from safetensors.torch import load_file
 from test_architectures import MODELS, SAVE, small_model
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import GemmaForCausalLM
 
 from mergekit_ace.check.loading import merged_model, verify_model
 from mergekit_ace.naming import ConfigError
 
-POSITIONS = torch.arange(32)[None]
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
@@ -48,7 +47,7 @@ def test_what_mergekit_knows_is_whole(here, name):
                 "transformer__h__0__attn__masked_bias": torch.tensor(-1e4),
             },
         ),
-        ("roberta", {"roberta__embeddings__position_ids": POSITIONS}),
+        ("roberta", {"roberta__embeddings__position_ids": torch.arange(32)[None]}),
     ],
 )
 def test_buffers_are_no_loss(here, name, buffers):
@@ -60,8 +59,7 @@ def test_buffers_are_no_loss(here, name, buffers):
 
 def test_tied_heads_and_layers_that_a_config_leaves_out_are_no_loss(here):
     """mergekit's Gemma has no head, as the files of the base have none."""
-    torch.manual_seed(0)
-    paths = save_family(GemmaForCausalLM(GemmaConfig(**LLAMA, head_dim=8)), here)
+    paths = save_family(tiny(GemmaForCausalLM, **LLAMA, head_dim=8), here)
     head = load_file(f"{paths[1]}/model.safetensors")["model.embed_tokens.weight"]
     add(paths[1], lm_head__weight=head)
     assert findings(ace_config(paths)) == NOTHING

@@ -22,19 +22,14 @@ from checkpoints import (
     rewrite,
     save_family,
     save_tokenizer,
+    tiny,
     tiny_llama,
 )
 from commands import command
 from safetensors.torch import load_file
 from sharded import SHARDS, VOCABULARY, linear
 from tiny_models import tiny_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from mergekit_ace.merging.output import Manifest
 
@@ -83,7 +78,7 @@ def test_more_layers_of_two_kinds(tmp_path, merge):
     """mergekit-yaml fails over these at its very end."""
     kinds = ["full_attention", "sliding_attention"]
     settings = {**LLAMA, "layer_types": kinds, "use_sliding_window": True}
-    paths = save_family(Qwen2ForCausalLM(Qwen2Config(**settings)), tmp_path)
+    paths = save_family(tiny(Qwen2ForCausalLM, **settings), tmp_path)
     pieces = [
         {"sources": [{"model": path, "layer_range": place}]}
         for path, place in zip(paths[1:], ([0, 2], [1, 2]), strict=True)
@@ -175,7 +170,7 @@ def test_a_trial_says_what_transformers_says(tmp_path, paths, merge):
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
     text = PROMPT + found[0][1]
     for folder, said, loss in found:
-        model = LlamaForCausalLM.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
         ids = tokenizer(PROMPT, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
         assert said == tokenizer.decode(expected, skip_special_tokens=True)

@@ -42,16 +42,13 @@ def paths(tmp_path) -> list[str]:
     return paths
 
 
-def test_by_default_it_is_an_error(tmp_path, paths, merge):
+def test_heads_are_an_error_or_merged_like_everything_else(tmp_path, paths, merge):
     text = merge(ace_config(paths), fails=True)
     assert "no merge of 3 tensors of" in text
     assert "--unplanned merge` merges them" in text
     assert not (tmp_path / "merged").exists()
     # --no-check is no consent to lose them
     assert "no merge of 3 tensors of" in merge(ace_config(paths), "--no-check", fails=True)
-
-
-def test_heads_are_merged_like_everything_else(tmp_path, paths, merge):
     merge(ace_config(paths), "--unplanned", "merge")
     base, *experts = map(weights, paths)
     merged = weights(tmp_path / "merged")
