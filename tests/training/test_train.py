@@ -224,23 +224,15 @@ def test_experts_that_are_adapters(llama, tmp_path, mergekit_yaml):
     torch.testing.assert_close(got[name].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def fresh_accelerator():
-    """accelerate knows one precision a process; a user has one process a training."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def first_gradient(config: dict, folder: Path) -> Tensor:
+    AcceleratorState._reset_state(reset_partial_state=True)  # one precision a process
     settings = parsed(config)
-    AcceleratorState._reset_state(reset_partial_state=True)
     run = TrainingRun(folder, settings.mixed_precision, quiet=True)
     family = load_family(claim_models(settings, run, overwrite=False))
     start = torch.full((2, len(family.depths)), 0.3)
     return Objective(family).gradient(start, 0)[0]
 
 
-@pytest.mark.usefixtures("fresh_accelerator")
 def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path):
     exact = first_gradient(llama, tmp_path / "exact")
     for number, settings in enumerate(({"mixed_precision": "bf16"}, {"dtype": "bfloat16"})):
