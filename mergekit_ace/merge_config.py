@@ -26,8 +26,8 @@ from mergekit.tokenizer.config import ModelTokenEmbedding, TokenEmbeddingConfig,
 from pydantic import BaseModel, ValidationError
 
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.naming import FileError, listed, without_numbers
-from mergekit_ace.planning import PlannedMerge, PlannedTensor, find_place
+from mergekit_ace.naming import ConfigError, FileError, listed, without_numbers
+from mergekit_ace.planning import MergeConfig, PlannedMerge, PlannedTensor, find_place
 
 _RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")  # which may be tied
@@ -74,20 +74,21 @@ class Finding:
         return f"{self.level}: {self.message}{remedy}"
 
 
-def shown_errors(findings: Iterable[Finding], *, quiet: bool) -> str:
-    """Show warnings, unless `quiet`, and return all errors with their remedies; empty if none."""
+def raise_errors(findings: Iterable[Finding], *, quiet: bool, end: str = "") -> None:
+    """Show warnings, unless `quiet`, and raise a `ConfigError` with all errors and an `end`."""
     errors = []
     for finding in findings:
         if finding.level == "error":
             errors.append(finding.text.removeprefix("error: "))
         elif not quiet:
             click.echo(finding.text, err=True)
-    return "\n".join(errors)
+    if errors:
+        raise ConfigError("\n".join([*errors, end]).rstrip())
 
 
-def check_config(config: MergeConfiguration, source: str) -> Iterator[Finding]:
-    """Find what can be told from a config and its text alone."""
-    yield from check_keys(yaml.safe_load(source))
+def check_config(config: MergeConfig) -> Iterator[Finding]:
+    """Find what can be told from a config alone."""
+    yield from check_keys(yaml.safe_load(config.source))
     name = config.merge_method
     try:
         yield from _check_parameters(config, merge_methods.get(name).spec)

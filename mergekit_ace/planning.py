@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from mergekit.merge_methods import MergeMethod
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
@@ -97,18 +97,27 @@ def validate_config(path: Path, content: Any, kind: type[M]) -> M:
         raise ConfigError(f"{path}: {error}") from error
 
 
-class OrderedConfiguration(MergeConfiguration):
-    """A configuration that lists its models by their names: mergekit's order is one of chance."""
+class MergeConfig(MergeConfiguration):
+    """A configuration from a file, which lists its models in an order that is no chance."""
+
+    _source: str = PrivateAttr("")
+
+    @property
+    def source(self) -> str:
+        """The text of the file."""
+        return self._source
 
     def referenced_models(self) -> list[ModelReference]:
         """Return all models, in the order of their names."""
         return sorted(super().referenced_models(), key=str)
 
 
-def read_merge_config(path: Path) -> tuple[MergeConfiguration, str]:
-    """Return a mergekit configuration and its source, or raise a `ConfigError`."""
+def read_merge_config(path: Path) -> MergeConfig:
+    """Return a mergekit configuration, or raise a `ConfigError`."""
     content, source = read_yaml(path)
-    return validate_config(path, content, OrderedConfiguration), source
+    config = validate_config(path, content, MergeConfig)
+    config._source = source
+    return config
 
 
 def _explain(error: ValidationError, content: Any) -> list[str]:
@@ -218,15 +227,14 @@ class UnplannedTensor:
 class PlannedMerge:
     """A whole merge."""
 
-    config: MergeConfiguration
-    source: str
+    config: MergeConfig
     options: MergeOptions
     architecture: ModelArchitecture
+    planner: HeaderPlanner
     saves: Mapping[str, SaveTensor]  # by tensor name; those of `unplanned` come last
     tokenizer_task: BuildTokenizer | None  # builds the result's tokenizer; None: it is only copied
     out_config: PretrainedConfig
-    unplanned: tuple[UnplannedTensor, ...]
-    heads: tuple[str, ...]  # which the base has for another number of labels than an expert
+    unplanned: tuple[UnplannedTensor, ...] = ()
 
     @cached_property
     def tensors(self) -> tuple[PlannedTensor, ...]:
@@ -248,14 +256,18 @@ class PlannedMerge:
         settings = self.config.tokenizer
         return settings.pad_to_multiple_of if settings else None
 
+    def extended(self, tensors: Sequence[UnplannedTensor]) -> PlannedMerge:
+        """Return the plan with what is to be merged beside what mergekit plans."""
+        writer = next(iter(self.saves.values())).writer_task
+        more = {one.tensor_name: one for one in _plan_unplanned(self.planner, tensors, writer)}
+        return replace(self, saves={**self.saves, **more}, unplanned=tuple(tensors))
+
 
 def plan_merge(
-    config: MergeConfiguration,
-    source: str,
+    config: MergeConfig,
     options: MergeOptions,
-    unplanned: Sequence[UnplannedTensor] = (),
-    *,
     checkpoints: Checkpoints | None = None,
+    *,
     as_run: bool = False,
 ) -> PlannedMerge:
     """Plan what `mergekit-yaml` would do, from configs and headers.
@@ -263,7 +275,6 @@ def plan_merge(
     The models are those that mergekit's loaders have; it opens others, and merges their adapters.
 
     Args:
-        unplanned: what is to be merged beside what mergekit plans.
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
             the rest; and without which mergekit leaves out what it has to convert in some layers.
         as_run: order tensors as mergekit would merge them, not as the architecture has them.
@@ -291,17 +302,14 @@ def plan_merge(
         raise RuntimeError(text + remedy) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
     saves = [task for task in order if isinstance(task, SaveTensor)]
-    saves += _plan_unplanned(planner, unplanned, saves[0].writer_task)
     return PlannedMerge(
         config,
-        source,
         options,
         architecture,
+        planner,
         saves={save.tensor_name: save for save in saves},
         tokenizer_task=next((t for t in targets if isinstance(t, BuildTokenizer)), None),
         out_config=out,
-        unplanned=tuple(unplanned),
-        heads=tuple(planner.heads),
     )
 
 
@@ -340,7 +348,10 @@ def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str
 
 
 class HeaderPlanner(MergePlanner):
-    """mergekit's planner, which also looks at how the models store a tensor."""
+    """mergekit's planner, which also looks at how the models store a tensor.
+
+    `heads` are those that the base has for another number of labels than an expert.
+    """
 
     def __init__(
         self,

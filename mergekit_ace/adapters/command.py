@@ -44,11 +44,12 @@ from mergekit_ace.files.saving import (
     save_tensors,
     write_text,
 )
-from mergekit_ace.merge_config import check_config, check_settings, shown_errors
+from mergekit_ace.merge_config import check_config, check_settings, raise_errors
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError, in_bytes, listed, same_name
 from mergekit_ace.planning import (
+    MergeConfig,
     PlannedMerge,
     PlannedTensor,
     UnplannedTensor,
@@ -76,9 +77,8 @@ def merge_adapters(
 ) -> None:
     """`mergekit-ace adapter`: merge the adapters of a config into one, of a rank at most."""
     start, quiet = time.perf_counter(), options.quiet
-    config, source = read_merge_config(path)
-    if errors := shown_errors(check_config(config, source), quiet=quiet):
-        raise ConfigError(errors)
+    config = read_merge_config(path)
+    raise_errors(check_config(config), quiet=quiet)
     LoaderCache().setup(options)
     base = _common_base(config)
     network, own = base_network(base), read_adapters(one.model for one in config.models or ())
@@ -90,7 +90,7 @@ def merge_adapters(
             LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
     busy = ConfigError(f"another run is writing to {out}; wait for it, or choose another folder")
     with headers_only(_checkpoints(network, [base, *own])):
-        plan, tensors = _plan_tensors(config, source, options, base, own)
+        plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
         with locked(out, ".adapter.lock", busy):
             factors, lost = _merge_tensors(plan, tensors, adapters, result)
@@ -100,7 +100,7 @@ def merge_adapters(
                 what += f", which cuts off {lost:.2%} of ‖X‖²"
             _copy_tokenizer(out, adapters)
             write_text(out / "README.md", _card_text(out.name, plan, adapters, what))
-            write_text(out / "mergekit_config.yml", source)
+            write_text(out / "mergekit_config.yml", config.source)
     flush_notices()
     if not quiet:
         size, seconds = (out / WEIGHTS).stat().st_size, time.perf_counter() - start
@@ -147,8 +147,7 @@ def _checkpoints(network: nn.Module, models: Iterable[ModelReference]) -> list[C
 
 
 def _plan_tensors(
-    config: MergeConfiguration,
-    source: str,
+    config: MergeConfig,
     options: MergeOptions,
     base: ModelReference,
     adapters: Mapping[ModelReference, Adapter],
@@ -157,14 +156,13 @@ def _plan_tensors(
 
     A `ConfigError` says what of it makes no adapter.
     """
-    plan = plan_merge(config, source, options)
+    plan = plan_merge(config, options)
     outputs = [tensor.task.output_weight for tensor in plan.tensors]
     known = {name for weight in outputs for name in (weight.name, *(weight.aliases or ()))}
     changed = dict.fromkeys(name for one in adapters.values() for name in one.changes)
     models = tuple(dict.fromkeys([base, *config.referenced_models()]))
     extra = [UnplannedTensor(name, models, merged=True) for name in changed if name not in known]
-    if extra:  # mergekit's architecture lacks them
-        plan = plan_merge(config, source, options, extra)
+    plan = plan.extended(extra)  # which mergekit's architecture lacks
     found = [(tensor, find_changes(tensor.weights, adapters)) for tensor in plan.tensors]
     tensors = [(tensor, changes) for tensor, changes in found if changes]
     for tensor, changes in tensors:
@@ -173,8 +171,7 @@ def _plan_tensors(
                 f"merge_method: {config.merge_method} makes no adapter: {reason}; merge full "
                 "models by mergekit-ace merge"
             )
-    if errors := shown_errors(check_settings(plan), quiet=options.quiet):
-        raise ConfigError(errors)
+    raise_errors(check_settings(plan), quiet=options.quiet)
     return plan, tensors
 
 
@@ -283,7 +280,7 @@ def _card_text(name: str, plan: PlannedMerge, adapters: Sequence[Adapter], what:
         f"{method.spec.pretty_name or method.spec.name} from",
         experts,
         f"({', '.join(map(' '.join, versions.items()))}), with this configuration:",
-        f"```yaml\n{plan.source.strip()}\n```",
+        f"```yaml\n{plan.config.source.strip()}\n```",
         *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),
     ]
     return "\n\n".join(parts) + "\n"

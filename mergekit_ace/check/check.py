@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +37,7 @@ from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names, nam
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
 from mergekit_ace.planning import (
+    MergeConfig,
     PlannedMerge,
     UnplannedTensor,
     layer_lists,
@@ -111,13 +111,13 @@ def check_merge(
             itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
     """
     try:
-        config, source = read_merge_config(path)
+        config = read_merge_config(path)
     except ConfigError as error:
         findings = [Finding.error(str(error))]
         with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
             findings += check_keys(read_yaml(path)[0])
         return Preflight(findings)
-    findings = [*check_config(config, source)]
+    findings = [*check_config(config)]
     checkpoints: dict[ModelReference, Checkpoint] = {}
     plan = estimate = None
     models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
@@ -132,7 +132,7 @@ def check_merge(
         with headers_only(list(checkpoints.values())):
             try:
                 treatment = unplanned or "error"
-                plan, told = plan_whole(config, source, options, checkpoints, treatment)
+                plan, told = plan_whole(config, options, checkpoints, treatment)
                 findings += told
                 if all(finding.level != "error" for finding in told):
                     findings += _check_whole(plan, checkpoints)
@@ -157,8 +157,7 @@ def check_merge(
 
 
 def plan_whole(
-    config: MergeConfiguration,
-    source: str,
+    config: MergeConfig,
     options: MergeOptions,
     checkpoints: Checkpoints,
     treatment: Treatment,
@@ -166,16 +165,14 @@ def plan_whole(
     as_run: bool = False,
 ) -> tuple[PlannedMerge, list[Finding]]:
     """Plan a merge with what mergekit leaves out of it; return also what is said of it."""
-    plan_with = partial(plan_merge, config, source, options, checkpoints=checkpoints, as_run=as_run)
-    plan = plan_with()
+    plan = plan_merge(config, options, checkpoints, as_run=as_run)
     extra, findings = _treat_unplanned(plan, checkpoints, treatment)
-    if extra:
-        plan = plan_with(extra)
-    if plan.heads and treatment != "base":
+    plan = plan.extended(extra)
+    if plan.planner.heads and treatment != "base":
         findings.append(
             Finding.error(
                 "the models have different numbers of labels, so that "
-                f"{listed(plan.heads)} cannot be merged",
+                f"{listed(plan.planner.heads)} cannot be merged",
                 f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(config)}",
             )
         )

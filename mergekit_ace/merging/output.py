@@ -243,7 +243,7 @@ class OutputFolder:
         plan.out_config.save_pretrained(staging)
         if plan.options.write_model_card:
             (staging / "README.md").write_text(_model_card(plan, self.path.name), "utf-8")
-            (staging / "mergekit_config.yml").write_text(plan.source, "utf-8")
+            (staging / "mergekit_config.yml").write_text(plan.config.source, "utf-8")
         # mergekit would merge an adapter to copy files from it
         donor = plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
         if tokenizer is None and plan.options.copy_tokenizer:
@@ -288,6 +288,6 @@ def _model_card(plan: PlannedMerge, name: str) -> str:
     is_hf = card.is_hf
     card.is_hf = lambda path: not os.path.isdir(path) and is_hf(path)
     try:
-        return card.generate_card(config=plan.config, config_yaml=plan.source, name=name)
+        return card.generate_card(config=plan.config, config_yaml=plan.config.source, name=name)
     finally:
         card.is_hf = is_hf

@@ -28,7 +28,7 @@ from mergekit_ace.check.check import Treatment, check_merge, plan_whole
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import Checkpoints, checkpoint_of, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
-from mergekit_ace.merge_config import shown_errors
+from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
@@ -50,9 +50,9 @@ def plan_run(
     """
     if strict:
         findings = check_merge(path, options, unplanned=unplanned).findings
-        if errors := shown_errors(findings, quiet=options.quiet):
-            raise ConfigError(f"{errors}\nNothing was merged; --no-check leaves this check out")
-    config, source = read_merge_config(path)
+        end = "Nothing was merged; --no-check leaves this check out"
+        raise_errors(findings, quiet=options.quiet, end=end)
+    config = read_merge_config(path)
     cache, models = LoaderCache(), config.referenced_models()
     cache.setup(options)
     check_references(models)
@@ -64,9 +64,8 @@ def plan_run(
     folders = {model: Path(cache.get(model).index.base_path) for model in models}
     checkpoints = {model: checkpoint_of(model, folder) for model, folder in folders.items()}
     open_quantised(checkpoints)
-    plan, findings = plan_whole(config, source, options, checkpoints, unplanned, as_run=True)
-    if errors := shown_errors(findings, quiet=strict or options.quiet):
-        raise ConfigError(f"{errors}\nNothing was merged")
+    plan, findings = plan_whole(config, options, checkpoints, unplanned, as_run=True)
+    raise_errors(findings, quiet=strict or options.quiet, end="Nothing was merged")
     saves = {}
     for name, save in plan.saves.items():
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)
@@ -105,7 +104,7 @@ def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     flags = plan.options.model_dump(exclude=set(_FREE_FLAGS))
     return {
         # mergekit's own dump to JSON fails where the name of a model holds a space or quotes
-        "config": json.loads(json.dumps(yaml.safe_load(plan.source), default=str)),
+        "config": json.loads(json.dumps(yaml.safe_load(plan.config.source), default=str)),
         "flags": flags | {"num_threads": torch.get_num_threads()},
         "versions": package_versions(*MERGE_PACKAGES),
         "inputs": file_states(sorted({*map(str, files), *named})),

@@ -37,7 +37,7 @@ def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) ->
     source, card = folder / "mergekit_config.yml", folder / "README.md"
     if not source.is_file():
         raise ConfigError(f"there is no {source}; merge by mergekit, without --no-write-model-card")
-    config, _ = read_merge_config(source)
+    config = read_merge_config(source)
     if lines is not None:
         report = Report(read_records(lines))
         _check_same_merge(folder, config, report)

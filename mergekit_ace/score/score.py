@@ -83,9 +83,9 @@ def run_scoring(
 
 def merge_once(config: Path, out: Path, *, quiet: bool) -> str:
     """Return the folder of a merge in `out`, made now unless it is there; drop older ones."""
-    merge, source = read_merge_config(config)
+    merge = read_merge_config(config)
     versions, threads = package_versions(*MERGE_PACKAGES), torch.get_num_threads()
-    state = [source, _files_of(merge.referenced_models()), versions, threads]
+    state = [merge.source, _files_of(merge.referenced_models()), versions, threads]
     folder = out / f"{config.stem}-{_digest(json.dumps(state))}"
     for old in out.glob(f"{config.stem}-{'?' * 12}"):
         if old != folder:

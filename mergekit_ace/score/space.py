@@ -51,9 +51,9 @@ class SearchedMerge:
 
     def __init__(self, path: Path, space: SearchSpace, base_model: str):
         """Read a config; a `ConfigError` says why it cannot be searched."""
-        config, source = read_merge_config(path)
+        config = read_merge_config(path)
         self.name, self.method, self._space = path.stem, config.merge_method, space
-        self._content = yaml.safe_load(source)
+        self._content = yaml.safe_load(config.source)
         kind = merge_methods.get(self.method)
         scaled = any(parameter.name == "lambda" for parameter in kind.spec.parameters)
         parameters = {**(config.parameters or {})}
