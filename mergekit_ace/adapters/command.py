@@ -40,6 +40,7 @@ from mergekit_ace.files.models import TOKENIZER_CONFIG, TOKENIZER_FILES, Checkpo
 from mergekit_ace.files.saving import (
     flush_to_disk,
     locked,
+    occupied,
     package_versions,
     save_tensors,
     write_text,
@@ -88,11 +89,10 @@ def merge_adapters(
         named = one.config.base_model_name_or_path
         if named and not same_name(named, base.model.path):
             LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
-    busy = ConfigError(f"another run is writing to {out}; wait for it, or choose another folder")
     with headers_only(_checkpoints(network, [base, *own])):
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
-        with locked(out, ".adapter.lock", busy):
+        with locked(out):
             factors, lost = _merge_tensors(plan, tensors, adapters, result)
             write_adapter(out, result, factors)
             what = f"{len(tensors)} modules of rank {result.r}"
@@ -134,7 +134,7 @@ def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) ->
         raise ConfigError(f"{out} holds a model, or an adapter that is merged; give another folder")
     there = [name for name in _PARTS if (out / name).exists()]
     if there and not overwrite:
-        raise ConfigError(f"{out} holds {listed(there, 3)}; --overwrite replaces what is there")
+        raise occupied(out, listed(there, 3))
 
 
 def _checkpoints(network: nn.Module, models: Iterable[ModelReference]) -> list[Checkpoint]:

@@ -30,7 +30,7 @@ from mergekit_ace.calibration.layers import (
     scaled_weights,
 )
 from mergekit_ace.files.checkpoints import weight_files
-from mergekit_ace.files.saving import locked, package_versions, save_tensors
+from mergekit_ace.files.saving import check_apart, locked, occupied, package_versions, save_tensors
 from mergekit_ace.merging.output import MANIFEST_FILE
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
@@ -42,6 +42,7 @@ from mergekit_ace.training.models import (
     local_folder,
     map_file,
     map_folder,
+    model_paths,
 )
 from mergekit_ace.training.tasks import (
     Batch,
@@ -106,14 +107,16 @@ def run_calibration(
     """`mergekit-ace calibrate`: calibrate a merge; the checkpoint in `out` has all of its files."""
     out = out.resolve()  # a link is not replaced, but what it leads to
     if out.exists() and any(out.iterdir()):
-        if not overwrite:
-            raise ConfigError(f"{out} is not empty; give another folder, or --overwrite")
         if not (out / "config.json").is_file():
             raise ConfigError(f"{out} holds something else than a model; give another folder")
-    work = out.with_name(out.name + ".partial")
-    _check_apart(config, out, work)
-    busy = f"another run is writing to {work}; wait for it, or choose another folder"
-    with locked(out.parent, work.name + ".lock", ConfigError(busy)):
+        if not overwrite:
+            raise occupied(out, "a model")
+    partial = out.with_name(out.name + ".partial")
+    names = (config.merged_model, config.base_model, *(one.model for one in config.models))
+    data = [one.path for _, one in config.sources if one is not None]
+    check_apart([*model_paths(filter(None, names)), *data], [out, partial])
+    with locked(partial):
+        work = partial / "work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
@@ -121,21 +124,7 @@ def run_calibration(
             shutil.rmtree(out, ignore_errors=True)
             os.replace(work / "result", out)
         finally:
-            shutil.rmtree(work)
-
-
-def _check_apart(config: CalibrateConfig, *written: Path) -> None:
-    """Raise if what is written would replace or drop something that is read, or lie in it."""
-    names = (config.merged_model, config.base_model, *(one.model for one in config.models))
-    models = map(ModelReference.model_validate, filter(None, names))
-    paths = [part.path for one in models for part in (one.model, one.lora) if part is not None]
-    paths += [os.path.expanduser(data.path) for _, data in config.sources if data is not None]
-    for place in (Path(path).resolve() for path in paths if os.path.exists(path)):
-        for out in written:
-            if out.is_relative_to(place) or place.is_relative_to(out):
-                raise ConfigError(
-                    f"{out} is or holds {place}, which is read, or lies in it; give another folder"
-                )
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:

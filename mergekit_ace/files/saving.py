@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mergekit_ace import __version__
+from mergekit_ace.naming import ConfigError
 
 T = TypeVar("T")
 Key = tuple[str, ...]
+LOCK_FILE = ".mergekit-ace.lock"  # in a folder that a run is writing to
 
 
 @contextmanager
-def _replacing(path: str | os.PathLike) -> Iterator[Path]:
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """Yield where a file is written at first; what is there is removed, as it may be a link."""
     partial = Path(f"{os.fspath(path)}.partial")
     partial.unlink(missing_ok=True)
@@ -34,7 +36,7 @@ def _replacing(path: str | os.PathLike) -> Iterator[Path]:
 
 def write_text(path: str | os.PathLike, text: str, *, durable: bool = False) -> None:
     """Write a text file; with `durable`, return only when the disk has it."""
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
         if durable:
             flush_to_disk(partial)
@@ -47,34 +49,53 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file; the tensors are contiguous and share no memory."""
     try:
-        with _replacing(path) as partial:
+        with replacing(path) as partial:
             save_file(dict(tensors), partial, metadata)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
 @contextmanager
-def locked(folder: Path, name: str, busy: Exception) -> Iterator[None]:
-    """Keep other runs out of a folder by a file in it; where one is at work, `busy` is raised.
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder; a `ConfigError` says that one is at work there.
 
     A missing folder is made, and removed again where nothing was written into it.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / name, timeout=0)
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise busy from error
+        said = f"another run is writing to {folder}; wait for it, or choose another folder"
+        raise ConfigError(said) from error
     try:
         yield
     finally:
         with suppress(PermissionError):  # Windows removes no file that is open
-            (folder / name).unlink(missing_ok=True)
+            (folder / LOCK_FILE).unlink(missing_ok=True)
         lock.release()
         if made:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def occupied(folder: Path, what: str, changed: Sequence[str] = ()) -> ConfigError:
+    """Return the error for a folder with another run's files; `changed` is what tells them apart."""
+    since = f"; changed since then: {', '.join(changed)}" if changed else ""
+    said = f"{folder} holds {what}{since}. Choose another folder, or --overwrite to drop it"
+    return ConfigError(said)
+
+
+def check_apart(read: Iterable[str], written: Sequence[Path]) -> None:
+    """Raise a `ConfigError` where a run writes to what it reads, above it or below it."""
+    for place in (Path(path).expanduser().resolve() for path in read):
+        for folder in (one.resolve() for one in written if place.exists()):
+            if folder.is_relative_to(place) or place.is_relative_to(folder):
+                raise ConfigError(
+                    f"{folder} is or holds {place}, which is read, or lies in it; choose another "
+                    "folder"
+                )
 
 
 def flush_to_disk(path: str | os.PathLike) -> None:

@@ -33,7 +33,7 @@ from safetensors import safe_open
 from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.checkpoints import INDEX_FILES, TensorHeader, read_file_header
 from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
-from mergekit_ace.files.saving import flush_to_disk, sha256, write_text
+from mergekit_ace.files.saving import LOCK_FILE, flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
 from mergekit_ace.merging.shards import Shard, ShardResult
 from mergekit_ace.naming import ConfigError
@@ -42,7 +42,6 @@ from mergekit_ace.planning import PlannedMerge
 _LOG = logging.getLogger(__name__)
 MANIFEST_FILE = "merge_manifest.json"
 SCRATCH_FOLDER = ".merging"
-LOCK_FILE = ".merging.lock"
 _INDEX = INDEX_FILES[0]
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
 _MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")

@@ -22,8 +22,8 @@ from mergekit_ace.check.check import Treatment, estimate_merge
 from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
-from mergekit_ace.files.saving import differences, locked
-from mergekit_ace.merging.output import LOCK_FILE, Manifest, OutputFolder, check_own, say
+from mergekit_ace.files.saving import differences, locked, occupied
+from mergekit_ace.merging.output import Manifest, OutputFolder, check_own, say
 from mergekit_ace.merging.plan import fingerprint, input_files, plan_run
 from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
@@ -62,17 +62,12 @@ def run_shards(
     if not options.safe_serialization:
         raise ConfigError("a result is written in safetensors: leave out --no-safe-serialization")
     check_own(path, overwrite=overwrite)
-    busy = ConfigError(f"another run is writing to {path}; wait for it")
-    with locked(path, LOCK_FILE, busy), own_loaders():
+    with locked(path), own_loaders():
         known = None if overwrite else Manifest.read(path)
         plan, checkpoints = plan_run(config, options, unplanned, strict=strict)
         identity = fingerprint(plan)
         if known and (changed := differences(known.identity, identity)):
-            raise ConfigError(
-                f"{path} holds a merge that cannot be resumed; changed since it was begun: "
-                f"{', '.join(changed)}. Undo that, choose another directory, or --overwrite to "
-                "begin anew"
-            )
+            raise occupied(path, "a merge that cannot be resumed", changed)
         folder = OutputFolder(path, known or Manifest(identity=identity))
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
         tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None

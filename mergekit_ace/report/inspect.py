@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from mergekit_ace.algebra.inspection import evenly_spaced, inspect_versions
 from mergekit_ace.files.models import own_loaders
-from mergekit_ace.files.saving import write_text
+from mergekit_ace.files.saving import occupied, write_text
 from mergekit_ace.merging.plan import plan_run
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
@@ -50,9 +50,7 @@ def run_inspection(
 ) -> None:
     """`mergekit-ace inspect`: write `report.jsonl` and `report.html`."""
     if (folder / "report.jsonl").exists() and not overwrite:
-        raise ConfigError(
-            f"{folder} holds another inspection. Choose another folder, or --overwrite to drop it"
-        )
+        raise occupied(folder, "another inspection")
     folder.mkdir(parents=True, exist_ok=True)
     with own_loaders():
         plan, _ = plan_run(config, options, "merge", strict=True)

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of
-from mergekit_ace.files.saving import file_states, locked, package_versions, write_text
+from mergekit_ace.files.saving import LOCK_FILE, file_states, locked, package_versions, write_text
 from mergekit_ace.merging.run import run_shards
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.naming import ConfigError, short_names
@@ -32,7 +32,7 @@ from mergekit_ace.score.config import ScoreConfig, ScoredExpert
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
 from mergekit_ace.training.data import READERS, SampleReader, read_rows
-from mergekit_ace.training.models import load_model, load_processor, local_folder
+from mergekit_ace.training.models import load_model, load_processor, local_folder, model_paths
 from mergekit_ace.training.tasks import (
     CausalLanguageModel,
     Example,
@@ -68,9 +68,8 @@ def run_scoring(
     Raises:
         ConfigError: something about the config, the models or the data is wrong.
     """
-    busy = ConfigError(f"another run writes to {out}; wait for it, or choose another folder")
-    with locked(out, "score.lock", busy):
-        others = [path.name for path in out.iterdir() if path.name != "score.lock"]
+    with locked(out):
+        others = [path.name for path in out.iterdir() if path.name != LOCK_FILE]
         if others and SCORES not in others:
             raise ConfigError(f"{out} holds other things than scores; give another folder")
         if overwrite:
@@ -107,8 +106,7 @@ def _digest(text: str) -> str:
 
 def _files_of(models: Iterable[ModelReference]) -> dict[str, list[int]]:
     """Return the states of all files of models, and of their adapters."""
-    parts = [part for model in models for part in (model.model, model.lora) if part is not None]
-    return file_states(sorted({part.path for part in parts}))
+    return file_states(sorted({*model_paths(map(str, models))}))
 
 
 class Scoring:

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from mergekit.common import ModelReference
 from tqdm import tqdm
 
-from mergekit_ace.files.saving import differences, file_states, write_text
+from mergekit_ace.files.saving import differences, file_states, occupied, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.results import (
@@ -38,7 +38,7 @@ from mergekit_ace.score.score import (
     sequence_losses,
 )
 from mergekit_ace.score.space import SearchedMerge
-from mergekit_ace.training.models import local_folder, map_weights
+from mergekit_ace.training.models import local_folder, map_weights, model_paths
 
 STUDY, LOCK = "study.db", "search.lock"
 FEWEST = 8  # texts, half of which are for the test
@@ -107,14 +107,11 @@ class _Search:
         identity = {
             "search": self.config.model_dump(mode="json", exclude={"trials", "score"}),
             "score": self.score.model_dump(mode="json", exclude={"merges"}),
-            "files": file_states([*self.config.merge, *"+".join(models).split("+"), *data]),
+            "files": file_states([*self.config.merge, *model_paths(models), *data]),
         }
         known = self.study.user_attrs.get("identity", identity)
         if changed := differences(known, identity):
-            raise ConfigError(
-                f"{self.out} holds another study; changed since then: {', '.join(changed)}. "
-                "Choose another folder, or --overwrite to drop it"
-            )
+            raise occupied(self.out, "another study", changed)
         self.study.set_user_attr("identity", identity)
 
     def prepare(self) -> None:

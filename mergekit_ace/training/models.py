@@ -145,10 +145,15 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     return folder
 
 
+def model_paths(references: Iterable[str]) -> list[str]:
+    """Return the paths, or names on the Hub, of models and of their adapters."""
+    parsed = map(ModelReference.model_validate, references)
+    return [part.path for one in parsed for part in (one.model, one.lora) if part is not None]
+
+
 def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
     """Merge an adapter into its model; the folder appears only when it is complete."""
-    parts = [part.path for part in (reference.model, reference.lora) if part is not None]
-    identity = json.dumps([str(reference), file_states(parts)])
+    identity = json.dumps([str(reference), file_states(model_paths([str(reference)]))])
     folder = adapters / hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not folder.exists():
         partial = adapters / "partial"

@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mergekit_ace.files.checkpoints import json_or_empty
-from mergekit_ace.files.saving import differences, file_states, locked, write_text
+from mergekit_ace.files.saving import (
+    check_apart,
+    differences,
+    file_states,
+    locked,
+    occupied,
+    replacing,
+    write_text,
+)
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import LoopConfig
 
@@ -58,9 +66,7 @@ class TrainingRun:
     def start(cls, *args: Any, **options: Any) -> Iterator[TrainingRun]:
         """Keep other runs out of the folder while this one lasts; arguments are the class's."""
         run = cls(*args, **options)
-        busy = f"another run is writing to {run.path}; wait for it, or choose another folder"
-        lock = locked(run.path, ".training.lock", ConfigError(busy))
-        with lock if run.is_main else nullcontext():
+        with locked(run.path) if run.is_main else nullcontext():
             yield run
 
     def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
@@ -86,25 +92,14 @@ class TrainingRun:
     def _clear(self, inputs: Sequence[str], changed: Sequence[str], overwrite: bool) -> None:
         """Drop what another run has left, where `overwrite` allows it, and nothing else."""
         results, folders = ([self.path / name for name in names] for names in (_RESULTS, _FOLDERS))
-        for path in inputs:
-            place = Path(path).expanduser().resolve()
-            made = any(place.is_relative_to(folder.resolve()) for folder in folders)
-            if place.exists() and (made or self.path.resolve().is_relative_to(place)):
-                raise ConfigError(
-                    f"{path}, which this run reads, holds {self.path}, or lies where it writes; "
-                    "choose another folder"
-                )
+        check_apart(inputs, folders)
         left = [self.path / "config.json", *results]
         left += [path for folder in folders for path in folder.rglob("*") if path.name != _RECORD]
         left = [path for path in left if path.is_file()]
         # A run that ended over a mistake before it computed anything has nothing to lose.
         if left and not overwrite:
-            what = f"{left[0].relative_to(self.path)}, which is not of this run"
-            if changed:
-                what = f"the state of another run; changed since then: {', '.join(changed)}"
-            raise ConfigError(
-                f"{self.path} holds {what}. Choose another folder, or --overwrite to drop it"
-            )
+            foreign = f"{left[0].relative_to(self.path)}, which is not of this run"
+            raise occupied(self.path, "the state of another run" if changed else foreign, changed)
         for path in results:  # first what would look as if this run were complete
             path.unlink(missing_ok=True)
         for folder in folders:
@@ -232,6 +227,5 @@ def explained_damage(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _save(path: Path, content: Any) -> None:
-    partial = path.with_name(path.name + ".partial")
-    torch.save(content, partial)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        torch.save(content, partial)

@@ -26,6 +26,7 @@ from peft_models import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mergekit_ace.files.saving import LOCK_FILE
 
 @pytest.fixture
 def own(family, tmp_path) -> list[str]:
@@ -173,8 +174,8 @@ def test_nothing_is_replaced_unasked(own, tmp_path):
     out.mkdir()
     (out / "tokenizer.json").write_text("{}")
     said = run(config_of(own, "ace"), tmp_path, fails=True)
-    assert f"{out} holds tokenizer.json; --overwrite replaces what is there" in said
-    with FileLock(out / ".adapter.lock"):
+    assert f"{out} holds tokenizer.json. Choose another folder, or --overwrite" in said
+    with FileLock(out / LOCK_FILE):
         said = run(config_of(own, "ace"), tmp_path, "--overwrite", fails=True)
         assert "another run is writing" in said
     run(config_of(own, "ace"), tmp_path, "--overwrite")

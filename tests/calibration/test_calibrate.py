@@ -21,6 +21,7 @@ from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
 from mergekit_ace.calibration import calibrate as calibrate_module
 from mergekit_ace.calibration.layers import SampleTeacher, calibrated_layers
+from mergekit_ace.files.saving import LOCK_FILE
 from mergekit_ace.training.tasks import write_own_texts
 
 
@@ -105,7 +106,7 @@ def test_a_checkpoint_comes_out(config, folder, tmp_path):
     assert {path.name for path in out.iterdir()} == files - {"merge_manifest.json"}
     assert len(list(out.glob("*.safetensors"))) > 1
     assert not out.with_name("out.partial").exists()
-    refused(config, out, "is not empty; give another folder, or --overwrite")
+    refused(config, out, "holds a model. Choose another folder, or --overwrite")
     run(config, out, "--overwrite")
     (out / "config.json").rename(out / "notes.txt")
     refused(config, out, "holds something else than a model", flags=("--overwrite",))
@@ -234,10 +235,11 @@ def test_what_is_read_is_neither_replaced_nor_dropped(config, folder, tmp_path):
         (kept, {"keep": keep}),
         (tmp_path / "out", {"models": [{**first, "model": partial}]}),
     ):
-        told = "which is read, or lies in it; give another folder"
+        told = "which is read, or lies in it; choose another folder"
         refused(config | changes, out, told, flags=("--overwrite",))
     assert files() == before
-    with FileLock(tmp_path / "other.partial.lock"):
+    (tmp_path / "other.partial").mkdir()
+    with FileLock(tmp_path / "other.partial" / LOCK_FILE):
         refused(config, tmp_path / "other", "another run is writing to")
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")

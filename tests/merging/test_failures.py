@@ -76,7 +76,7 @@ def test_an_input_truncated_later(tmp_path, own, monkeypatch):
     monkeypatch.undo()
     assert len(finished(out)) >= 2
     weights.write_bytes(stored)  # right again, but who knows: at another time
-    assert "changed since it was begun: " in refusal(config, out, *SHARDS)
+    assert "changed since then: " in refusal(config, out, *SHARDS)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,6 @@ def test_nan(tmp_path, own, method, workers):
     text = refusal(config, out, *SHARDS, "--workers", workers)
     assert all(part in text for part in (name, "NaN", "--overwrite to begin anew"))
     weights.write_bytes(good)
-    assert "changed since it was begun: " in refusal(config, out, *SHARDS)
+    assert "changed since then: " in refusal(config, out, *SHARDS)
     command(config, out, *SHARDS, "--overwrite", "--workers", workers)
     assert (out / "config.json").exists()

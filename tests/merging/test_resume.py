@@ -120,7 +120,7 @@ def test_what_changed_is_named(tmp_path):
     configure(out, MANIFEST_FILE, identity={**identity, "versions": versions})
     before = contents(out)
     text = refusal(config, out, *SHARDS, "--random-seed", 7)
-    assert "cannot be resumed; changed since it was begun: " in text
+    assert "cannot be resumed; changed since then: " in text
     for name in (
         "config.parameters", "flags.random_seed", "versions.torch", "base/config.json.1",
         "expert1/model.safetensors",

@@ -79,7 +79,7 @@ def test_what_was_planned_stays_as_it_was(tmp_path, paths, treatment, merge, mer
     assert set(index["weight_map"]) == ours.keys()
     other = {"base": "merge", "merge": "base"}[treatment]
     text = merge(settings, *SHARDS, "--unplanned", other, fails=True)
-    assert "changed since it was begun: unplanned" in text
+    assert "changed since then: unplanned" in text
 
 
 def test_rows_of_tokens_follow_the_tokenizer(tmp_path, merge):
