@@ -81,7 +81,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def occupied(folder: Path, what: str, changed: Sequence[str] = ()) -> ConfigError:
-    """Return the error for a folder with another run's files; `changed` is what tells them apart."""
+    """Return the error for a folder of another run's; `changed` is what tells them apart."""
     since = f"; changed since then: {', '.join(changed)}" if changed else ""
     said = f"{folder} holds {what}{since}. Choose another folder, or --overwrite to drop it"
     return ConfigError(said)
