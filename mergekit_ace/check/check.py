@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +37,6 @@ from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names, nam
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
 from mergekit_ace.planning import (
-    MergeConfig,
     PlannedMerge,
     UnplannedTensor,
     layer_lists,
@@ -76,9 +75,11 @@ class MergeEstimate:
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of a check: findings, errors first; an estimate, if there is a plan; models."""
+    """Result of a check: findings, errors first; the plan, if there is one, and what it takes."""
 
     findings: Sequence[Finding]
+    plan: PlannedMerge | None = None
+    checkpoints: Checkpoints = field(default_factory=dict)
     estimate: MergeEstimate | None = None
     models: Sequence[str] = ()
 
@@ -102,6 +103,8 @@ def check_merge(
     options: MergeOptions,
     out: Path | None = None,
     unplanned: Treatment | None = None,
+    *,
+    strict: bool = True,
 ) -> Preflight:
     """Check a config and its models by configs, tokenizers and headers.
 
@@ -109,6 +112,7 @@ def check_merge(
         out: where the result is to be written; the present folder's disk by default.
         unplanned: what the `mergekit-ace merge` that is about to start, and looks after the disk
             itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
+        strict: without, only what hinders the plan is found.
     """
     try:
         config = read_merge_config(path)
@@ -117,7 +121,7 @@ def check_merge(
         with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
             findings += check_keys(read_yaml(path)[0])
         return Preflight(findings)
-    findings = [*check_config(config)]
+    findings = [*check_config(config)] if strict else []
     checkpoints: dict[ModelReference, Checkpoint] = {}
     plan = estimate = None
     models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
@@ -128,13 +132,14 @@ def check_merge(
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         bare_adapters = unplanned is None and not options.lora_merge_cache
-        findings += check_checkpoints(checkpoints, config, bare_adapters=bare_adapters)
+        if strict:
+            findings += check_checkpoints(checkpoints, config, bare_adapters=bare_adapters)
         with headers_only(list(checkpoints.values())):
             try:
-                treatment = unplanned or "error"
-                plan, told = plan_whole(config, options, checkpoints, treatment)
+                plan = plan_merge(config, options, checkpoints, as_run=unplanned is not None)
+                plan, told = _with_unplanned(plan, checkpoints, unplanned or "error")
                 findings += told
-                if all(finding.level != "error" for finding in told):
+                if strict and all(finding.level != "error" for finding in told):
                     findings += _check_whole(plan, checkpoints)
             except Exception as error:  # mergekit raises whatever its parts do
                 text = str(error) or type(error).__name__
@@ -142,7 +147,7 @@ def check_merge(
                     text = f"the architecture has no part {text}; most have one, called `default`"
                 findings.append(Finding.error(text))
     lines = list(_model_lines(config, checkpoints))
-    if plan is not None:
+    if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
         findings += check_tensors(plan.tensors, checkpoints)
         findings += check_settings(plan)
@@ -153,19 +158,13 @@ def check_merge(
         known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
         lines.insert(0, f"method  {known or config.merge_method}")
     findings.sort(key=lambda finding: finding.level != "error")
-    return Preflight(findings, estimate, lines)
+    return Preflight(findings, plan, checkpoints, estimate, lines)
 
 
-def plan_whole(
-    config: MergeConfig,
-    options: MergeOptions,
-    checkpoints: Checkpoints,
-    treatment: Treatment,
-    *,
-    as_run: bool = False,
+def _with_unplanned(
+    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
 ) -> tuple[PlannedMerge, list[Finding]]:
-    """Plan a merge with what mergekit leaves out of it; return also what is said of it."""
-    plan = plan_merge(config, options, checkpoints, as_run=as_run)
+    """Return a plan with what mergekit leaves out of it, and what is said of that."""
     extra, findings = _treat_unplanned(plan, checkpoints, treatment)
     plan = plan.extended(extra)
     if plan.planner.heads and treatment != "base":
@@ -173,7 +172,7 @@ def plan_whole(
             Finding.error(
                 "the models have different numbers of labels, so that "
                 f"{listed(plan.planner.heads)} cannot be merged",
-                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(config)}",
+                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}",
             )
         )
     return plan, findings

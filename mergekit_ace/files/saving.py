@@ -89,7 +89,7 @@ def occupied(folder: Path, what: str, changed: Sequence[str] = ()) -> ConfigErro
 
 def check_apart(read: Iterable[str], written: Sequence[Path]) -> None:
     """Raise a `ConfigError` where a run writes to what it reads, above it or below it."""
-    for place in (Path(path).expanduser().resolve() for path in read):
+    for place in (Path(os.path.realpath(os.path.expanduser(path))) for path in read):
         for folder in (one.resolve() for one in written if place.exists()):
             if folder.is_relative_to(place) or place.is_relative_to(folder):
                 raise ConfigError(

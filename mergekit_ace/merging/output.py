@@ -33,7 +33,7 @@ from safetensors import safe_open
 from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.checkpoints import INDEX_FILES, TensorHeader, read_file_header
 from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
-from mergekit_ace.files.saving import LOCK_FILE, flush_to_disk, sha256, write_text
+from mergekit_ace.files.saving import LOCK_FILE, check_apart, flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
 from mergekit_ace.merging.shards import Shard, ShardResult
 from mergekit_ace.naming import ConfigError
@@ -122,16 +122,12 @@ class OutputFolder:
 
         Reports may, but not under a name of the result.
         """
+        check_apart(map(str, read), [self.path])
         root = self.path.resolve()
-        for path in (*read, *map(Path, reports)):
-            # realpath, as a link to itself beside a model's weights is no error
-            for place in (path.parent.resolve() / path.name, Path(os.path.realpath(path))):
-                report = str(path) in reports and place.parent == root and place.suffix == ".jsonl"
-                if root in (place, *place.parents) and not report:
-                    raise ConfigError(
-                        f"{path} is needed by the merge, and might be replaced by its result in "
-                        f"{self.path}; move it, or choose another directory"
-                    )
+        for place in (Path(report).resolve() for report in reports):
+            beside = place.parent == root and place.suffix == ".jsonl"
+            if place.is_relative_to(root) and not beside:
+                raise ConfigError(f"the result in {root} may replace the report {place}; move it")
 
     def find_finished(self, plan: PlannedMerge, shards: Sequence[Shard]) -> set[str]:
         """Forget what is no longer what it was, and return what somebody has edited; say both.

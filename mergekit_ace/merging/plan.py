@@ -24,15 +24,14 @@ from mergekit_ace.adapters.read import (
     find_changes,
     read_adapters,
 )
-from mergekit_ace.check.check import Treatment, check_merge, plan_whole
-from mergekit_ace.files.checkpoints import check_references
-from mergekit_ace.files.models import Checkpoints, checkpoint_of, open_quantised
+from mergekit_ace.check.check import Treatment, check_merge
+from mergekit_ace.files.models import Checkpoints, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
-from mergekit_ace.planning import PlannedMerge, read_merge_config
+from mergekit_ace.planning import PlannedMerge
 
 # Flags that change neither a tensor nor which files there are. The number of threads is one that
 # does: the last bits of a sum depend on it.
@@ -48,24 +47,18 @@ def plan_run(
     A `ConfigError` names all that mergekit leaves out and, where `strict`, all that is wrong by the
     check, with the remedies.
     """
-    if strict:
-        findings = check_merge(path, options, unplanned=unplanned).findings
-        end = "Nothing was merged; --no-check leaves this check out"
-        raise_errors(findings, quiet=options.quiet, end=end)
-    config = read_merge_config(path)
-    cache, models = LoaderCache(), config.referenced_models()
-    cache.setup(options)
-    check_references(models)
+    preflight = check_merge(path, options, unplanned=unplanned, strict=strict)
+    end = "Nothing was merged" + ("; --no-check leaves this check out" if strict else "")
+    raise_errors(preflight.findings, quiet=options.quiet, end=end)
+    plan, checkpoints = preflight.plan, preflight.checkpoints
+    assert plan is not None  # else there are errors
+    cache, models = LoaderCache(), plan.config.referenced_models()
     adapters = read_adapters(models)
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)
         cache.loaders[model] = cache.get(base_of(model))  # mergekit would merge the adapter
-    folders = {model: Path(cache.get(model).index.base_path) for model in models}
-    checkpoints = {model: checkpoint_of(model, folder) for model, folder in folders.items()}
-    open_quantised(checkpoints)
-    plan, findings = plan_whole(config, options, checkpoints, unplanned, as_run=True)
-    raise_errors(findings, quiet=strict or options.quiet, end="Nothing was merged")
+    open_quantised(models)
     saves = {}
     for name, save in plan.saves.items():
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)

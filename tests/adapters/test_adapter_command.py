@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_ace.files.saving import LOCK_FILE
 
+
 @pytest.fixture
 def own(family, tmp_path) -> list[str]:
     """A base and two adapters, to be damaged."""

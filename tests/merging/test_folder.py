@@ -50,25 +50,25 @@ def test_a_folder_of_other_files_is_refused(here, config):
 
 def test_an_input_in_the_output(tmp_path, config, llamas):
     """A model that is merged, or whose files are links; coefficients; a report of its name."""
-    assert "might be replaced by its result" in refused(config, llamas[-1])
+    assert "which is read, or lies in it" in refused(config, llamas[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
     shutil.copytree(llamas[1], out)
     linked.mkdir()
     for path in out.iterdir():
         (linked / path.name).symlink_to(path)
     write_config(config, linear([llamas[0], str(linked)]))
-    assert "is needed by the merge" in refused(config, out)
+    assert f"{out} is or holds {out}" in refused(config, out)
     shutil.rmtree(out)
     out.mkdir()
     file = out / "coefficients.safetensors"
     make_file(list(tiny_llama().state_dict()), llamas[1:]).save(file)
     parameters = {"coefficients": str(file)}
     write_config(config, ace_config(llamas, merge_method="statsmerging", parameters=parameters))
-    assert f"{file} is needed by the merge" in refused(config, out)
+    assert f"{out} is or holds {file}, which is read" in refused(config, out)
     (out / SCRATCH_FOLDER).mkdir()
     for report in (out / "README.md", out / SCRATCH_FOLDER / "report.jsonl"):
         write_config(config, ace_config(llamas, parameters={"report": str(report)}))
-        assert f"{report} is needed by the merge" in refused(config, out)
+        assert f"may replace the report {report}; move it" in refused(config, out)
 
 
 def test_what_may_lie_in_the_output(tmp_path, llamas):
