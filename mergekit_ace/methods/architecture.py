@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -268,14 +268,14 @@ class StoredNames:
         return same and bool(self.vocabulary)
 
 
-def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
-    """Find out what transformers fills a model, on the meta device, with, by names in files."""
+def loaded_names(
+    network: PreTrainedModel, names: Iterable[str]
+) -> Iterator[tuple[str, set[str], bool]]:
+    """Yield names in files, those in memory that are filled by them, and whether as they are."""
     mapping = get_model_conversion_mapping(network)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: list[Any] = [one for one in mapping if not isinstance(one, WeightRenaming)]
     state, prefix = network.state_dict(), network.base_model_prefix
-    memory, converted = {}, set()
-    filled: set[str] = set()
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state:
@@ -283,12 +283,23 @@ def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
         if target not in state:
             continue
         if pattern is None:
-            memory[name] = target
-            filled.add(target)
-            continue
-        converter = next(one for one in converters if pattern in one.source_patterns)
-        converted.add(name)
-        filled |= _expanded_target_keys(target, converter.target_patterns)
+            yield name, {target}, True
+        else:
+            converter = next(one for one in converters if pattern in one.source_patterns)
+            yield name, _expanded_target_keys(target, converter.target_patterns), False
+
+
+def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
+    """Find out what transformers fills a model, on the meta device, with, by names in files."""
+    memory, converted = {}, set()
+    filled: set[str] = set()
+    for name, targets, whole in loaded_names(network, names):
+        filled |= targets
+        if whole:
+            (memory[name],) = targets
+        else:
+            converted.add(name)
+    state = network.state_dict()
     network.tie_weights()
     ties = dict(network.all_tied_weights_keys)
     optional = getattr(network, "_keys_to_ignore_on_load_missing", None) or ()

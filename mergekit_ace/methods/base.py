@@ -454,11 +454,11 @@ def first_that_fits(
         if where.type == "cpu":
             break
         LOG.warning(
-            "%s: %s does not fit into the free memory of %s; merged on the CPU instead. "
+            "%s: %s does not fit into the free memory of %s; computed on the CPU instead. "
             "--read-to-gpu and --low-cpu-memory keep tensors there, and leave it less.",
             method, describe(name), device,
         )  # fmt: skip
-    raise torch.OutOfMemoryError(f"{method}: there is no memory left to merge {describe(name)}")
+    raise torch.OutOfMemoryError(f"{method}: there is no memory left for {describe(name)}")
 
 
 def notice(text: str, count: int = 1) -> None:

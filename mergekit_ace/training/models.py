@@ -31,6 +31,7 @@ from mergekit_ace.files.checkpoints import (
     weight_files,
 )
 from mergekit_ace.files.saving import file_states, save_tensors
+from mergekit_ace.methods.architecture import loaded_names
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.state import TrainingRun, explained_damage
@@ -267,16 +268,17 @@ def map_weights(
     """
     parameters = {name: model.get_parameter(name).detach() for name in names}
     stored, mapped = map_folder(folder), {}
-    for name, parameter in parameters.items():
-        tensor = stored.get(_same_name(name, model, stored) or "")
-        if tensor is not None and not tensor.is_floating_point():
-            raise ConfigError(
-                f"tensor {name} of model {folder} is stored as {tensor.dtype}; get the model in "
-                "bfloat16, float16 or float32"
-            )
-        if tensor is None or not torch.equal(tensor, parameter.cpu().to(tensor.dtype)):
+    for name, own in stored_names(model, parameters, stored).items():
+        for tensor in (stored[one] for one in own):
+            if not tensor.is_floating_point():
+                raise ConfigError(
+                    f"tensor {name} of model {folder} is stored as {tensor.dtype}; get the model "
+                    "in bfloat16, float16 or float32"
+                )
+            if torch.equal(tensor, parameters[name].cpu().to(tensor.dtype)):
+                mapped[name] = tensor
+        if name not in mapped:
             break
-        mapped[name] = tensor
     if len(mapped) == len(parameters):
         return mapped
     if not copy.exists():
@@ -284,40 +286,18 @@ def map_weights(
     return map_file(copy)
 
 
-def _same_name(name: str, model: PreTrainedModel, stored: Mapping[str, object]) -> str | None:
-    """Return the stored name that differs at most by the prefix of the backbone."""
-    prefix = f"{model.base_model_prefix}."
-    candidates = (name, name.removeprefix(prefix), prefix + name)
-    return next((candidate for candidate in candidates if candidate in stored), None)
-
-
 def stored_names(
     model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, object]
 ) -> dict[str, tuple[str, ...]]:
-    """Find the names under which a checkpoint on disk holds parameters in memory.
-
-    Every parameter is replaced by one number, and transformers' own way of saving is followed;
-    where a number ends up, that parameter is stored.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    names = list(names)
-    numbers = {id(model.get_parameter(name)): number for number, name in enumerate(names)}
-    # Tied parameters have several names and are one: all of them lead to it.
-    tags = {
-        name: torch.tensor(float(numbers[id(parameter)])).expand(parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if id(parameter) in numbers
-    }
-    try:
-        saved = revert_weight_conversion(model, dict(tags))
-    except Exception:  # a conversion that needs real tensors: names in memory must do
-        saved = tags
+    """Find the names under which a checkpoint on disk holds parameters in memory."""
     found: dict[str, set[str]] = {name: set() for name in names}
-    for name, tag in (*tags.items(), *saved.items()):
-        own = _same_name(name, model, stored)
-        if own is not None and tag.numel():
-            found[names[int(tag.flatten()[0])]].add(own)
+    known = {id(model.get_parameter(name)): name for name in found}
+    # Tied parameters have several names and are one: all of them lead to it.
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    for own, targets, _ in loaded_names(model, stored):
+        for target in targets & aliases.keys():
+            if name := known.get(id(aliases[target])):
+                found[name].add(own)
     return {name: tuple(sorted(own)) for name, own in found.items()}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -31,6 +31,7 @@ from mergekit_ace.files.statistics import (
     StatisticsIndex,
     save_index,
 )
+from mergekit_ace.methods.base import first_that_fits
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import SampleReader, read_rows
@@ -189,7 +190,9 @@ def measure_expert(
         facts |= {"samples": len(samples), "tokens": tokens}
         for kind in missing:
             bar = tqdm(samples, kind, unit="sample", disable=run.quiet)
-            found = _sum(kind, reader, bar, tensors, config.training.seed)
+            total: Any = partial(sum_fisher, seed=config.training.seed)
+            total = partial(sum_inputs if kind == "covariances" else total, reader, bar, tensors)
+            found = first_that_fits(reader.model.device, total, "statistics", kind)
             for name, tensor in found.items():
                 if not tensor.isfinite().all():
                     raise ConfigError(
@@ -202,18 +205,6 @@ def measure_expert(
         facts = json.loads(opened.metadata()["facts"])
     names = tuple(file.relative_to(run.path).as_posix() for file in files.values())
     return MeasuredExpert(**facts, files=names)
-
-
-def _sum(
-    kind: str, reader: SampleReader, samples: Iterable[Example],
-    tensors: Sequence[MeasuredTensor], seed: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Sum up one kind of statistics, on the CPU where a GPU is full."""
-    total = sum_inputs if kind == "covariances" else partial(sum_fisher, seed=seed)
-    if reader.model.device.type != "cpu":
-        with suppress(torch.OutOfMemoryError):
-            return total(reader, samples, tensors, reader.model.device)
-    return total(reader, samples, tensors, torch.device("cpu"))
 
 
 def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:

@@ -302,4 +302,4 @@ def test_full_devices(monkeypatch, tmp_path, caplog, tables, kind):
             monkeypatch.setattr(module, "merge_changes", beside_others)
         found = written(kind, config, tmp_path / "gpu", "--device", GPU)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert "does not fit into the free memory of meta; merged on the CPU" in caplog.text
+    assert "does not fit into the free memory of meta; computed on the CPU" in caplog.text
