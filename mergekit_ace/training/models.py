@@ -30,6 +30,7 @@ from mergekit_ace.files.checkpoints import (
     read_json,
     weight_files,
 )
+from mergekit_ace.files.models import VOCABULARY_FILES
 from mergekit_ace.files.saving import file_states, save_tensors
 from mergekit_ace.methods.architecture import loaded_names
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
@@ -217,13 +218,11 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
     For images it is the image processor of the first folder that has one, or None.
     """
 
-    def having(*files: str) -> list[str]:
-        return [f for f in folders if any(os.path.isfile(os.path.join(f, n)) for n in files)]
-
-    if isinstance(kind, ImageClassification):
-        found = having("preprocessor_config.json")
+    images = isinstance(kind, ImageClassification)
+    names = ("preprocessor_config.json",) if images else VOCABULARY_FILES
+    found = [one for one in folders if any(Path(one, name).is_file() for name in names)]
+    if images:
         return transformers.AutoImageProcessor.from_pretrained(found[0]) if found else None
-    found = having("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt")
     trust, load = config.trust_remote_code, transformers.AutoTokenizer.from_pretrained
     found = found or folders[:1]  # transformers says that it has none
     tokenizer, *others = (load(folder, trust_remote_code=trust) for folder in found)
