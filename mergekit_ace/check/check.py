@@ -30,10 +30,11 @@ from mergekit_ace.files.models import (
     config_donor,
     headers_only,
     lost_model_files,
+    names_of,
     read_checkpoint,
 )
 from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
-from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names, names_of
+from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names
 from mergekit_ace.methods.base import TaskVectorMethod, sweep
 from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
 from mergekit_ace.planning import (

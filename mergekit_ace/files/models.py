@@ -116,8 +116,12 @@ class Checkpoint:
 
     def source(self, weight: WeightInfo) -> TensorHeader | None:
         """Return what mergekit reads for a planned tensor; None where there is nothing of it."""
-        names = (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
-        return next((self.headers[name] for name in names if name in self.headers), None)
+        return next((self.headers[n] for n in names_of(weight) if n in self.headers), None)
+
+
+def names_of(weight: WeightInfo) -> tuple[str, ...]:
+    """Return all names under which mergekit looks for a weight, in its order."""
+    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
 
 
 Checkpoints = Mapping[ModelReference, Checkpoint]

@@ -46,6 +46,7 @@ from mergekit_ace.algebra.task_vectors import (
     resolve_layout,
 )
 from mergekit_ace.files.checkpoints import read_file_header
+from mergekit_ace.files.models import names_of
 from mergekit_ace.naming import natural_order, without_numbers
 
 LOG = logging.getLogger(__name__)
@@ -291,14 +292,10 @@ def loaded_names(
 
 def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
     """Find out what transformers fills a model, on the meta device, with, by names in files."""
-    memory, converted = {}, set()
-    filled: set[str] = set()
-    for name, targets, whole in loaded_names(network, names):
-        filled |= targets
-        if whole:
-            (memory[name],) = targets
-        else:
-            converted.add(name)
+    found = list(loaded_names(network, names))
+    memory = {name: target for name, targets, whole in found if whole for target in targets}
+    converted = frozenset(name for name, _, whole in found if not whole)
+    filled = {target for _, targets, _ in found for target in targets}
     state = network.state_dict()
     network.tie_weights()
     ties = dict(network.all_tied_weights_keys)
@@ -312,7 +309,7 @@ def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
         vocabulary = infer_vocabulary_axes(network)
     except NotImplementedError:  # of networks for images, and of two towers
         vocabulary = {}
-    return StoredNames(memory, frozenset(converted), ties, frozenset(lacking), vocabulary)
+    return StoredNames(memory, converted, ties, frozenset(lacking), vocabulary)
 
 
 def model_names(model: ModelReference) -> StoredNames | None:
@@ -333,11 +330,6 @@ def _stored_names(model: ModelReference, names: frozenset[str]) -> StoredNames |
 
 def _names_in_files(model: ModelReference) -> Collection[str]:
     return LoaderCache().get(model).index.tensor_paths.keys()
-
-
-def names_of(weight: WeightInfo) -> set[str]:
-    """Return all names under which mergekit looks for a weight."""
-    return {weight.name, *(weight.aliases or ()), *(weight.tied_names or ())}
 
 
 def find_architecture(
@@ -387,12 +379,12 @@ def _fits(
     names: StoredNames | None,
 ) -> bool:
     """Tell whether a description names what the files hold, or the files are to blame."""
-    stored = _names_in_files(donor)
+    stored = {*_names_in_files(donor)}
     try:
         weights = architecture.all_weights(config)
     except Exception:  # it reads settings that the config of today's transformers lacks
         return False
-    lacking = any(not w.optional and names_of(w).isdisjoint(stored) for w in weights)
+    lacking = any(not w.optional and stored.isdisjoint(names_of(w)) for w in weights)
     return not lacking or names is None or bool(names.lacking)
 
 
