@@ -156,9 +156,10 @@ def train_and_distil(folder: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     rank = torch.distributed.get_rank()
     with (folder / f"printed-{rank}").open("w") as file, redirect_stdout(file):
-        sys.argv = ["train", str(folder / "train.yml"), str(folder / "trained")]
+        sys.argv = ["cli", "train", str(folder / "train.yml"), str(folder / "trained")]
+        sys.modules.pop("mergekit_ace.cli", None)
         with suppress(SystemExit):
-            runpy.run_module("mergekit_ace.train", run_name="__main__")
+            runpy.run_module("mergekit_ace.cli", run_name="__main__")
         arguments = ["distill", str(folder / "distill.yml"), str(folder / "distilled")]
         main(arguments, standalone_mode=False)
 
