@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 63,
-    "lines": 15220,
-    "lines of a file": 498,
+    "files": 58,
+    "lines": 14524,
+    "lines of a file": 497,
     "parameters of a function": 8,
     "functions with more than 8 parameters": 0,
-    "our modules that one imports": 14,
+    "our modules that one imports": 13,
     "files that a tensor of ace enters": 8,
 }
 # Layers from the bottom to the top; a module alone is named by its file.
