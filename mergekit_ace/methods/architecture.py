@@ -68,7 +68,7 @@ class Kinds:
 
     def of(self, tensor_name: str | None) -> StoredKind | None:
         """Return the kind of a weight; None for one that is a matrix as it is stored."""
-        template = without_numbers(tensor_name or "")
+        template = without_numbers(tensor_name or "") if self.kinds else ""
         for known, kind in self.kinds.items():
             if template == known or template.endswith("." + known):
                 return kind
