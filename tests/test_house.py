@@ -18,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 58,
-    "lines": 14524,
+    "lines": 14549,
     "lines of a file": 497,
     "parameters of a function": 8,
     "functions with more than 8 parameters": 0,

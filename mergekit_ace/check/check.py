@@ -19,6 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.check.loading import loading_faults, new_faults
 from mergekit_ace.check.models import (
     check_checkpoints,
+    check_padding,
     check_tensors,
     safetensors_dtype,
 )
@@ -151,6 +152,7 @@ def check_merge(
     if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
         findings += check_tensors(plan.tensors, checkpoints)
+        findings += check_padding(plan, checkpoints)
         findings += check_settings(plan)
         if unplanned is None:
             findings += _check_mergekit_yaml(plan)

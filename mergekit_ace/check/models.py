@@ -27,7 +27,7 @@ from mergekit_ace.files.models import (
 )
 from mergekit_ace.merge_config import HEADS, Finding
 from mergekit_ace.naming import ConfigError, FileError, listed, same_name
-from mergekit_ace.planning import PlannedTensor
+from mergekit_ace.planning import PlannedMerge, PlannedTensor
 
 DEQUANTISE = (
     "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
@@ -287,6 +287,29 @@ def check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) ->
                 f"{model} has {len(names)} tensors in {kind}, which cannot be merged: {where}",
                 f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}",
             )
+
+
+def check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
+    config, tensors = plan.config, plan.tensors
+    aligned = next((t for t in tensors if t.task.gather_tensors is not t.gather), None)
+    base = config.base_model or next(iter(checkpoints))
+    header = aligned.headers(checkpoints).get(base) if aligned else None
+    if aligned is None or header is None:
+        return
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    named: dict[str, list[Any]] = {"base": [base], "union": list(checkpoints)}
+    models = named.get(str(source), [source])
+    known = {token for m in models if m in checkpoints for token in _tokens(checkpoints[m])}
+    tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
+    rows = header.shape[aligned.task.output_weight.vocabulary_axis]
+    left = tokens + -tokens % (plan.vocabulary_multiple or 1)
+    if known and left < rows:
+        yield Finding.warning(
+            f"{aligned.name} has {rows} rows in {base}, and {left} in the result, whose tokenizer "
+            f"has {tokens} tokens: the other rows, of padding, are left out",
+            f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
+        )
 
 
 def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:

@@ -193,6 +193,7 @@ WARNINGS: list[tuple] = [
     (LINEAR, "rope_type: linear instead of default"),
     (added("expert0", rotary=torch.zeros(1)), "result lacks 1 tensor of expert0 (rotary)"),
     (words("abcd", "abcde", "abcd"), "expert0 has 1 tokens that the base"),
+    (ABCD, merge_of(tokenizer={"source": "base"}), "rows, of padding, are left out → add `pad_to"),
     (WIDE_NORM, merge_of(out_dtype="bfloat16"), "mergekit-yaml rounds 1 tensors that all models"),
     (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
@@ -212,6 +213,7 @@ MEAN = merge_of(parameters={"layout": [{"filter": "lm_head", "value": "mean"}, {
 RIGHT: dict[str, Sequence[Make]] = {
     "the base's tokens": [OTHER_TOKENS, merge_of(tokenizer={"source": "base"})],
     "all tokens": [OTHER_TOKENS, UNION],
+    "padded": [ABCD, merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})],
     "a template": [ABCD, merge_of(chat_template=GENERATION)],
     "tied": [*TIED, removed(HEAD, *ALL)],
     "tied and stored by the base": [*TIED, removed(HEAD, *ALL[1:]), MEAN],
