@@ -90,6 +90,28 @@ def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout):
     assert task_vector_error(merged, base.double() + 0.9 * total, base) <= 1e-9
 
 
+def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
+    base = torch.zeros(20, 16, dtype=torch.float64)
+    one, other = base.clone(), base.clone()
+    one[:8, :6] = torch.randn(8, 6, generator=rng).double()
+    other[8:, 6:] = torch.randn(12, 10, generator=rng).double()
+    merged, _ = plus(base, [one, other])
+    assert task_vector_error(merged, 0.9 * (one + other), base) <= 0.1
+
+
+def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
+    """The regression on inputs alone takes the mean; the one on both keeps each expert's rows."""
+    base = torch.zeros(200, 40, dtype=torch.float64)
+    one, other = base.clone(), base.clone()
+    inputs = torch.randn(6, 40, generator=rng).double()
+    one[:10] = torch.randn(10, 6, generator=rng).double() @ inputs
+    other[10:20] = torch.randn(10, 6, generator=rng).double() @ inputs
+    kept = []
+    for found in (plus(base, [one, other])[0] / 0.9, naive_relative(base, [one, other])):
+        kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))
+    assert kept[0] > 0.75 > 0.65 > kept[1]
+
+
 @pytest.mark.parametrize("unit", [1e-30, 1e-12, 1.0, 1e12, 1e30])
 def test_the_unit_of_the_weights_does_not_count(rng, unit):
     base, experts = family(rng, 16, 24, 3)
@@ -105,6 +127,8 @@ def test_experts_that_agree_or_cancel(rng):
     assert task_vector_error(merged, base + 0.9 * (one.double() - base), base) <= 1e-9
     merged, _ = plus(torch.zeros(16, 24), [other - base, base - other])
     assert merged.norm() <= 1e-6 * (other - base).norm()
+    merged, _ = plus(base, [one, base.clone()])
+    assert torch.equal(merged.float(), one)
 
 
 @covered(

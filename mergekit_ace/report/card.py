@@ -20,7 +20,7 @@ from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import read_merge_config
-from mergekit_ace.report.record import Report, read_records, summarize
+from mergekit_ace.report.summary import Report, read_records, summarize
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
 # What Markdown reads as markup; within a word an underscore is only that.

@@ -35,7 +35,7 @@ from mergekit_ace.methods.report_lines import Record, tensor_record
 from mergekit_ace.naming import ConfigError, natural_order, without_numbers
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.page import write_page
-from mergekit_ace.report.record import Report, summarize
+from mergekit_ace.report.summary import Report, summarize
 
 
 def run_inspection(

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.report.record import Report, read_records, summarize
+from mergekit_ace.report.summary import Report, read_records, summarize
 
 # Told apart on white and on black, and by most colour-blind readers.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#e11d48", "#8b5cf6", "#06b6d4", "#a16207", "#ec4899")

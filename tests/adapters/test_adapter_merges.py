@@ -36,7 +36,7 @@ from mergekit_ace.adapters import merge as adapter_merge
 from mergekit_ace.algebra.ace import RelativeOptions
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.naming import FileError
-from mergekit_ace.report.record import read_records
+from mergekit_ace.report.summary import read_records
 from mergekit_ace.training.models import local_folder
 
 SHARDS = ("--out-shard-size", "6K")

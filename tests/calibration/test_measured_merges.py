@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.report.record import read_records
+from mergekit_ace.report.summary import read_records
 
 
 @pytest.mark.parametrize(

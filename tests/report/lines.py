@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from mergekit_ace.methods.report_lines import Record
-from mergekit_ace.report.record import Report
+from mergekit_ace.report.summary import Report
 
 
 def made_line(

@@ -11,7 +11,7 @@ import pytest
 from commands import command
 from lines import layers, made_line, report_of
 
-from mergekit_ace.report.record import Report, read_records, summarize
+from mergekit_ace.report.summary import Report, read_records, summarize
 
 SKIPPED = {"tensor": "a", "method": "ace", "shape": [], "layout": "", "models": []}
 
