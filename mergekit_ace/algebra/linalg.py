@@ -10,6 +10,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ from torch import Tensor
 # stay in a CPU's cache; more on a GPU, which waits for every block.
 BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
+# Entries of the matrices of all experts that a GPU works on by one command; of more, one expert's
+# are work enough.
+SMALL_STACK = 2**25
 # Singular values below this share of the largest are lost in a Gram matrix in float64.
 WEAKEST = 1e-7
 CPU = torch.device("cpu")
@@ -37,6 +41,20 @@ def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slic
         yield slice(start, min(start + step, length))
 
 
+def groups(count: int, entries: int, device: torch.device) -> list[slice]:
+    """Return slices of experts with so many entries each: on a GPU all at once, if small."""
+    step = count if device.type != "cpu" and count * entries <= SMALL_STACK else 1
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def as_vector(numbers: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
+    """Return numbers in the dtype of a tensor, where that is; nobody waits for a GPU's copy."""
+    if not like.is_cuda:
+        return like.new_tensor(numbers)
+    pinned = torch.tensor(numbers, dtype=like.dtype, device="cpu", pin_memory=True)
+    return pinned.to(like.device, non_blocking=True)
+
+
 def as_rows(tensor: Tensor) -> Tensor:
     """Return a tensor of any shape as a matrix whose rows run over its first axis."""
     return tensor.reshape(
@@ -45,10 +63,18 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return L R, (m, n), of L, (m, k), and R, (k, n), of one dtype and any strides."""
+    """Return L R, (…, m, n), of L, (…, m, k), and R, (…, k, n), of one dtype and any strides."""
     if left.device.type != "cpu":
         return left @ right
     return torch.from_numpy(np.matmul(left.detach().numpy(), right.detach().numpy()))
+
+
+def products(left: Tensor, right: Tensor, parts: Sequence[slice]) -> Tensor:
+    """Return the L_t R_t, (T, m, n), of all experts, by parts of them."""
+    every = left.new_empty(len(left), left.shape[1], right.shape[2])
+    for part in parts:
+        every[part] = product(left[part], right[part])
+    return every
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> Tensor:
@@ -137,10 +163,40 @@ def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Direct
     return Directions(long, values, short) if turned else Directions(short, values, long)
 
 
-def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
-    directions = leading_directions(matrix, min(matrix.shape))
-    return directions.left @ directions.right.mT
+def decompose(
+    matrices: Sequence[Tensor], count: int | None = None, floors: Sequence[float] | None = None
+) -> list[Directions]:
+    """Return the leading directions of each of several matrices, all of them by default.
+
+    A decomposition leaves most of a GPU idle: there each has a thread and a stream of its own.
+    """
+    given = list(zip(matrices, floors or [0.0] * len(matrices), strict=True))
+    device = matrices[0].device
+
+    def lead(matrix: Tensor, floor: float) -> Directions:
+        return leading_directions(matrix, min(matrix.shape) if count is None else count, floor)
+
+    if device.type != "cuda":
+        return [lead(*one) for one in given]
+    caller = torch.cuda.current_stream(device)
+
+    def lead_beside(one: tuple[Tensor, float]) -> Directions:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(caller)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            found = lead(*one)
+        stream.synchronize()
+        for part in (found.left, found.values, found.right):
+            part.record_stream(caller)
+        return found
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(lead_beside, given))
+
+
+def orthogonal_factors(*matrices: Tensor) -> list[Tensor]:
+    """Return U Vᵀ of each A = U diag(σ) Vᵀ: the nearest one with orthonormal rows or columns."""
+    return [found.left @ found.right.mT for found in decompose(matrices)]
 
 
 def orthogonal_sum(
@@ -151,11 +207,11 @@ def orthogonal_sum(
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
     and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ.
     """
-    given = zip(deltas, floors, strict=True)
-    parts = [leading_directions(delta, rank, floor) for delta, floor in given]
-    left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
-    right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
+    parts = decompose(deltas, rank, floors)
     values = [part.values * a for part, a in zip(parts, coefficients, strict=True)]
+    left = torch.cat([part.left for part in parts], dim=1)
+    right = torch.cat([part.right for part in parts], dim=1)
+    left, right = orthogonal_factors(left, right)
     return (left * torch.cat(values)) @ right.mT
 
 

@@ -12,18 +12,20 @@ with 1/w_t = tr(G_t D_t K_t D_tᵀ): experts compromise only where they share in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
+    as_vector,
     factorize,
     full_precision,
-    gram,
+    groups,
     orthogonal_sum,
     product,
+    products,
     solve,
 )
 from mergekit_ace.algebra.ridge import MeasuredInputs
@@ -97,37 +99,54 @@ class TwoSided:
         self, deltas: Tensor, active: ActiveExperts, epsilon: float, measured: MeasuredInputs
     ):
         sizes = [math.sqrt(tau) for tau in active.tau]
-        deltas /= deltas.new_tensor(sizes)[:, None, None]
-        self.units, self.shares, self.largest = deltas, active.weights, max(sizes)
+        deltas /= as_vector(sizes, deltas)[:, None, None]
+        self.units, self.largest = deltas, max(sizes)
+        self.shares = as_vector(active.weights, deltas)
         self.sizes = [size / self.largest for size in sizes]  # their squares stay in range
-        self.inputs = [gram(delta.mT) for delta in deltas]
+        count, rows, columns = deltas.shape
+        self.parts = groups(count, max(rows, columns) ** 2, deltas.device)
+        self.inputs = products(deltas.mT, deltas, self.parts)
         for square, position in zip(self.inputs, active.positions, strict=True):
             own = measured.covariance(position)
             if own is not None:
                 square.lerp_(own.matrix(square) / own.trace, measured.mix)
-        total = _total(self.inputs, self.shares)
-        ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / len(deltas)
-        for square in self.inputs:
-            square.diagonal().add_(ridge)
+        total = torch.tensordot(self.shares, self.inputs, dims=1)
+        ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / count
+        self.inputs.diagonal(dim1=1, dim2=2).add_(ridge)
         self.output_ridge = OUTPUT_RIDGE / active.shape[0]
-        # of tall matrices D_tᵀ and D_t one after the other are the smaller products
-        self.outputs = [gram(d) for d in deltas] if deltas.shape[1] <= deltas.shape[2] else None
-        self.read = [product(d, square) for d, square in zip(deltas, self.inputs, strict=True)]
-        seen = enumerate(zip(deltas, self.read, strict=True))
-        fits = [(delta * self.weigh(t, read)).sum() for t, (delta, read) in seen]
-        *fits, self.ridge = torch.stack([*fits, ridge]).tolist()
-        self.weights = [w * min(fits) / fit for w, fit in zip(self.shares, fits, strict=True)]
+        self.outputs = (
+            None  # of tall matrices D_tᵀ and D_t one after the other are smaller products
+        )
+        if rows <= columns:
+            self.outputs = products(deltas, deltas.mT, self.parts)
+        self.read = products(deltas, self.inputs, self.parts)
+        fits = [(deltas[p] * self.weigh(p, self.read[p])).sum(dim=(1, 2)) for p in self.parts]
+        *measures, self.ridge = torch.cat([*fits, ridge[None]]).tolist()
+        least = min(measures)
+        pairs = zip(active.weights, measures, strict=True)
+        self.weights = [weight * least / fit for weight, fit in pairs]
+        self.scales = as_vector(self.weights, deltas)
         self.lower = [
-            factorize(_total(self.inputs, weights))[0] for weights in (self.shares, self.weights)
+            factorize(torch.tensordot(weights, self.inputs, dims=1))[0]
+            for weights in (self.shares, self.scales)
         ]
 
-    def weigh(self, t: int, rows: Tensor) -> Tensor:
-        """Return G_t times a matrix, (o, i)."""
+    def weigh(self, part: slice, rows: Tensor) -> Tensor:
+        """Return the G_t of a part of the experts times matrices, (g, o, i)."""
         if self.outputs is None:
-            weighed = product(self.units[t], product(self.units[t].mT, rows))
+            units = self.units[part]
+            weighed = product(units, product(units.mT, rows))
         else:
-            weighed = product(self.outputs[t], rows)
+            weighed = product(self.outputs[part], rows)
         return weighed.add_(rows, alpha=self.output_ridge)
+
+    def sum(self, terms: Callable[[slice], Tensor]) -> Tensor:
+        """Return Σ_t w_t G_t M_t of matrices M_t, (g, o, i), that are asked for part by part."""
+        sums = (
+            torch.tensordot(self.scales[part], self.weigh(part, terms(part)), dims=1)
+            for part in self.parts
+        )
+        return reduce(Tensor.add_, sums)
 
     def descend(self, coefficients: Sequence[float], lengths: list[Step]) -> Tensor:
         """Return X of the λ_t Δ_t, by conjugate gradients; with their lengths given, linear in λ_t.
@@ -135,20 +154,24 @@ class TwoSided:
         They start from the regression on inputs alone, and are preconditioned by Σ w_t K_t. Without
         lengths, the best ones are taken, and appended.
         """
-        factors = [a * size for a, size in zip(coefficients, self.sizes, strict=True)]
-        start = _total(self.read, [a * w for a, w in zip(factors, self.shares, strict=True)])
+        pairs = zip(coefficients, self.sizes, strict=True)
+        factors = as_vector([coefficient * size for coefficient, size in pairs], self.read)
+        start = torch.tensordot(factors * self.shares, self.read, dims=1)
         merged, last = solve(start, self.lower[0]), start.new_ones(())
-        left = zip(self.read, factors, self.inputs, strict=True)
-        missing = (read * a - product(merged, square) for read, a, square in left)
-        residual = _total((self.weigh(t, rows) for t, rows in enumerate(missing)), self.weights)
+        residual = self.sum(
+            lambda part: (
+                self.read[part] * factors[part, None, None]
+                - product(merged[None], self.inputs[part])
+            )
+        )
         direction, known = None, iter(lengths[:])
         for _ in range(STEPS):
             step = solve(residual.clone(), self.lower[1])
             fall = (residual * step).sum()
             length, turn = next(known, (None, _quotient(fall, last)))
             direction = step if direction is None else step + turn * direction
-            seen = (product(direction, square) for square in self.inputs)
-            moved = _total((self.weigh(t, rows) for t, rows in enumerate(seen)), self.weights)
+            along = direction[None]
+            moved = self.sum(lambda part, along=along: product(along, self.inputs[part]))
             if length is None:
                 length = _quotient(fall, (direction * moved).sum())
                 lengths.append((length, turn))
@@ -160,9 +183,3 @@ class TwoSided:
 def _quotient(part: Tensor, whole: Tensor) -> Tensor:
     """Return a / b; 0 where b is 0, as where experts are the same."""
     return torch.where(whole > 0, part / whole, 0.0)
-
-
-def _total(parts: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ_t a_t M_t in new memory."""
-    scaled = (part * weight for part, weight in zip(parts, weights, strict=True))
-    return reduce(Tensor.add_, scaled)

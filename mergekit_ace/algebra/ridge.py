@@ -10,6 +10,7 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
     add_product_,
+    as_vector,
     factorize,
     full_precision,
     gram,
+    groups,
     leading_eigenpairs,
     product,
     solve,
@@ -43,12 +46,10 @@ LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not
 PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
-# Entries of all C_tᵀC_t that a GPU forms by one command; of more, each is work enough.
-SMALL_SQUARES = 2**25
 
-# S_t, (i, i), as (F, R, s): s R without F, else s F R with F = Rᵀ, (i, o).
-Covariance = tuple[Tensor | None, Tensor, float]
-# X; R, where it is refined; the relative error of Y, ε̄ and tr(S), still on the device.
+# The S_t of g experts, (g, i, i), or factors F_t, (g, i, o), and R_t, (g, o, i), of S_t = F_t R_t.
+Covariances = tuple[Tensor | None, Tensor]
+# X; R, where it is refined; ε̄, tr(S) and what `_relative_error` takes, still on the device.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
 
@@ -124,11 +125,12 @@ class Regression:
     rank: int = 0  # k of the refinement, 0 without
     refinement: float = 1.0  # its coefficient
 
-    def ridge(self, system: Tensor) -> Tensor:
-        """Return ε̄ from S, or from K, which has its trace and its norm; a tensor of one entry."""
+    def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ε̄ and the trace of S, or K, which has its trace and its norm."""
+        trace = system.trace()
         if self.spectral is None:
-            return system.new_tensor(sum(self.ridges))
-        return self.spectral * torch.linalg.vector_norm(system).square_() / system.trace()
+            return torch.full_like(trace, sum(self.ridges)), trace
+        return self.spectral * torch.linalg.vector_norm(system).square_() / trace, trace
 
     def shares(self) -> list[float]:
         """Return ε_t / ε̄; of no ridge at all, the same for all."""
@@ -150,6 +152,7 @@ class CentredVectors:
         dtype: torch.dtype,
         centred: bool,
         stack: Tensor | None,
+        sums: Tensor | None,  # of the rows of the stack, (T, i)
     ):
         self._base, self._experts, self._dtype = base, experts, dtype
         self.shape = rows, columns = base.shape
@@ -162,8 +165,10 @@ class CentredVectors:
         if stack is None and len(self.blocks) == 1:
             self.whole = form_stack(base, experts, dtype)
         if centred:
-            sums = (self.block(block).sum(dim=1) for block in self.blocks)
-            self.means = reduce(Tensor.add_, sums) / rows
+            if stack is None or sums is None:
+                parts = (self.block(block).sum(dim=1) for block in self.blocks)
+                sums = reduce(Tensor.add_, parts)
+            self.means = (sums / rows).to(dtype)
             if self.whole is not None:
                 self.whole -= self.means[:, None]
 
@@ -194,9 +199,10 @@ def merge_by_ridge(
     for dtype in (torch.float32, torch.float64)[not narrow :]:
         if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
             stack = None
-        vectors = CentredVectors(base, experts, dtype, problem.centred, stack)
+        vectors = CentredVectors(base, experts, dtype, problem.centred, stack, active.sums)
         merged, numbers = _closed_form(problem, vectors, coefficients)
-        error, ridge, trace, size, strength = torch.stack(numbers).tolist()
+        strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
+        error = _relative_error(size, measured, failed, dtype)
         if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
             break
     else:
@@ -219,7 +225,7 @@ def merge_by_ridge(
 def _closed_form(
     problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return X with its refinement, and error, ε̄, tr(S), ‖X‖ and σ_iso, still on the device."""
+    """Return X with its refinement, and σ_iso, ‖X‖ and the numbers of its solution."""
     rows, columns = vectors.shape
     dual = len(coefficients) * rows < columns and not problem.measured
     solver = _solve_dual if dual else _solve_primal
@@ -230,18 +236,16 @@ def _closed_form(
         component, strength = _refine(problem, vectors, merged, residual.add_(merged))
         if coefficients != ones:
             merged, _, numbers = solver(replace(problem, rank=0), vectors, coefficients)
-    numbers += [torch.linalg.vector_norm(merged), strength.to(merged.dtype)]
+    numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
     return merged, numbers
 
 
-def _add_prior_(merged: Tensor, common: Tensor) -> Tensor:
-    """Turn Y into X, given A⁻¹c, (i,), and return ‖Y‖ / ‖X‖, by which the error grows."""
-    whole = torch.linalg.vector_norm(merged)
+def _add_prior_(merged: Tensor, common: Tensor) -> None:
+    """Turn Y into X, given A⁻¹c, (i,)."""
     # c is the mean row of S, which commutes with A: cᵀA⁻¹1 ≥ 0
     merged.addr_(merged.sum(dim=1), common / (1 + common.sum()), alpha=-1)
-    return (whole / torch.linalg.vector_norm(merged)).nan_to_num(1.0).clamp(1.0, LARGEST_LOSS)
 
 
 def _solve_primal(
@@ -254,19 +258,28 @@ def _solve_primal(
     """
     (rows, columns), means, shares = vectors.shape, vectors.means, problem.shares()
     origin = shares.index(min(shares))
+    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
+    taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
+    factors, taken, shared = as_vector([coefficients, taken, shares], means)
+    plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
-    covariances = _covariances(problem, vectors, system, row)
-    if vectors.whole is None or problem.measured:  # else one at a time is in memory
+    parts = groups(len(shares), columns * max(vectors.shape), means.device)
+    covariances = _covariances(problem, vectors, parts, system, row)
+    if vectors.whole is None or problem.measured or len(parts) == 1:  # else one is in memory
         covariances = list(covariances)
     for block in vectors.blocks:
         stack = vectors.block(block)
-        for t, covariance in enumerate(covariances):
-            if t != origin:
-                moved = stack[t] if coefficients[t] == 1 else stack[t] * coefficients[t]
-                moved = moved.sub(stack[origin], alpha=coefficients[origin])
-                _add_times_(merged[block], moved, covariance)
-    trace, ridge, residual = system.trace(), problem.ridge(system), None
+        start = stack[origin] * coefficients[origin] if not plain else stack[origin]
+        for part, (left, right) in zip(parts, covariances, strict=True):
+            # the origin's own part is 0, and left out where it is the first or the last
+            first, last = part.start + (part.start == origin), part.stop - (part.stop == origin + 1)
+            if first < last:
+                moved = stack[first:last]
+                moved = (moved if plain else moved * factors[first:last, None, None]) - start
+                used = slice(first - part.start, last - part.start)
+                _add_times_(merged[block], moved, left if left is None else left[used], right[used])
+    (ridge, trace), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row
         for block in vectors.blocks:
@@ -278,71 +291,73 @@ def _solve_primal(
     common = system.mean(dim=0)[None] / problem.prior if problem.prior else None
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
-    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
-    taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
     for block in vectors.blocks:
         stack = vectors.block(block)
-        merged[block].addcmul_(torch.tensordot(means.new_tensor(taken), stack, dims=1), ridge)
+        merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
         merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
     sampled = slice(None, None, max(1, rows // PROBED_ROWS))
     stack, probed = vectors.block(sampled), merged[sampled]
-    away = probed - stack * means.new_tensor(coefficients)[:, None, None]
-    left = torch.tensordot(means.new_tensor(shares), away, dims=1) * ridge
+    away = probed - (stack if plain else stack * factors[:, None, None])
+    wrong = torch.tensordot(shared, away, dims=1) * ridge
     if isinstance(covariances, list):
-        for t, covariance in enumerate(covariances):
-            _add_times_(left, away[t], covariance)
+        for part, covariance in zip(parts, covariances, strict=True):
+            _add_times_(wrong, away[part], *covariance)
     elif vectors.whole is not None:
-        scaled = away * means.new_tensor(problem.scales)[:, None, None]
-        left += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
-    probes = solve(left if common is None else torch.cat([left, common]), lower)
-    error = _relative_error(probes[: len(left)], probed, stack, lower, failed)
+        scaled = away * as_vector(problem.scales, means)[:, None, None]
+        wrong += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
+    solved = solve(wrong if common is None else torch.cat([wrong, common]), lower)
+    numbers = [ridge, trace, *_error_numbers(solved[: len(wrong)], probed, stack, merged, lower)]
     if common is not None:
-        error = error * _add_prior_(merged, probes[-1])
-    return merged, residual, [error, ridge, trace]
+        _add_prior_(merged, solved[-1])
+    return merged, residual, [*numbers, failed.to(merged)]
 
 
 def _covariances(
-    problem: Regression, vectors: CentredVectors, system: Tensor, row: Tensor
-) -> Iterator[Covariance]:
-    """Yield every S_t, once it is added to S, (i, i), and S_t (μ_t − μ̄) for R to a row, (1, i)."""
+    problem: Regression, vectors: CentredVectors, parts: list[slice], system: Tensor, row: Tensor
+) -> Iterator[Covariances]:
+    """Yield the S_t by parts, each once it is added to S, (i, i), and S_t (μ_t − μ̄) to (1, i)."""
     # The factors of wide matrices are the smaller products.
     wide = vectors.shape[1] > 2 * vectors.shape[0] and not problem.measured
-    squares = _squares(vectors) if any(problem.scales) and not wide else None
+    squares = _squares(vectors, parts) if any(problem.scales) and not wide else None
     away = vectors.means - vectors.means.mean(dim=0)
-    for t, scale in enumerate(problem.scales):
+    for part in parts:
+        scales, left = problem.scales[part], None
+        uneven = set(scales) != {1.0}
         if wide and vectors.whole is not None:
-            part = vectors.whole[t]
-            covariance = part.mT, part, scale
-            add_product_(system, *covariance)
+            right = vectors.whole[part]
+            if uneven:
+                right = right * as_vector(scales, right).sqrt_()[:, None, None]
+            left = right.mT
+            add_product_(system, right.flatten(0, 1).mT, right.flatten(0, 1))
         else:
-            square = next(squares) if squares else torch.zeros_like(system)
-            if t in problem.measured:
-                known, share = problem.measured[t]
-                square.mul_(scale).add_(known.matrix(square), alpha=share)
-                scale = 1.0
-            covariance = None, square, scale
-            system.add_(square, alpha=scale)
+            right = next(squares) if squares else system.new_zeros(len(scales), *system.shape)
+            if uneven:
+                right *= as_vector(scales, right)[:, None, None]
+            for t, square in enumerate(right, part.start):
+                if t in problem.measured:
+                    known, share = problem.measured[t]
+                    square.add_(known.matrix(square), alpha=share)
+            system += right[0] if len(right) == 1 else right.sum(dim=0)
         if problem.rank:
-            _add_times_(row, away[t : t + 1], covariance)
-        yield covariance
+            _add_times_(row, away[part, None], left, right)
+        yield left, right
 
 
-def _squares(vectors: CentredVectors) -> Iterator[Tensor]:
-    """Yield all C_tᵀC_t, (i, i); those of tall matrices, or small ones on a GPU, formed at once."""
-    whole = vectors.whole
-    if whole is None:
+def _squares(vectors: CentredVectors, parts: list[slice]) -> Iterator[Tensor]:
+    """Yield the C_tᵀC_t, (g, i, i), of parts of the experts; of tall matrices formed at once."""
+    if vectors.whole is None:
         stacks = map(vectors.block, vectors.blocks)
-        yield from reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
-    elif whole.device.type != "cpu" and len(whole) * whole.shape[2] ** 2 <= SMALL_SQUARES:
-        yield from whole.mT @ whole
+        total = reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
+        yield from (total[part] for part in parts)
     else:
-        yield from (gram(part.mT) for part in whole)
+        for own in (vectors.whole[part] for part in parts):
+            yield product(own.mT, own)
 
 
-def _add_times_(total: Tensor, rows: Tensor, covariance: Covariance) -> None:
-    """Add R S_t to a sum, for rows R, (m, i)."""
-    left, right, scale = covariance
-    add_product_(total, rows if left is None else product(rows, left), right, scale)
+def _add_times_(total: Tensor, rows: Tensor, left: Tensor | None, right: Tensor) -> None:
+    """Add Σ_t R_t S_t to a sum, (m, i), for rows R_t, (g, m, i), and the S_t of as many experts."""
+    rows = rows if left is None else product(rows, left)
+    add_product_(total, rows.transpose(0, 1).flatten(1), right.flatten(0, 1))
 
 
 def _solve_dual(
@@ -362,16 +377,16 @@ def _solve_dual(
         raise IllConditionedError("without a ridge the sum of the covariances is singular")
     count, rows, columns = whole.shape
     roots = [scale**0.5 for scale in problem.scales]
-    stack = whole if roots == [1.0] * count else whole * whole.new_tensor(roots)[:, None, None]
+    stack = whole if roots == [1.0] * count else whole * as_vector(roots, whole)[:, None, None]
     stack = stack.reshape(count * rows, columns)
     system = gram(stack)
-    trace, ridge, residual = system.trace(), problem.ridge(system), None
+    (ridge, trace), residual = problem.ridge(system), None
 
     def combine(given: Sequence[float], taken: Sequence[float]) -> Tensor:
         """Return [g_t K_tt / √s_t]_t − Σ_r a_r K_r / √s_r, (o, N)."""
         scaled = [-a / root for a, root in zip(taken, roots, strict=True)]
         bands = system.view(count, rows, count * rows)
-        combined = torch.tensordot(system.new_tensor(scaled), bands, dims=1)
+        combined = torch.tensordot(as_vector(scaled, system), bands, dims=1)
         for t in range(count):
             own = slice(t * rows, (t + 1) * rows)
             combined[:, own].add_(system[own, own], alpha=given[t] / roots[t])
@@ -391,27 +406,36 @@ def _solve_dual(
     wished = combined[sampled].clone()
     lower, failed = factorize(system)
     mixing = solve(combined, lower)
-    merged = product(mixing, stack).add_(torch.tensordot(whole.new_tensor(taken), whole, dims=1))
+    merged = product(mixing, stack).add_(torch.tensordot(as_vector(taken, whole), whole, dims=1))
     mixing = mixing[sampled]
     left = wished - (mixing @ stack) @ stack.mT - mixing * ridge
     left = solve(left.contiguous(), lower) @ stack
-    error = _relative_error(left, merged[sampled], whole, lower, failed)
+    numbers = [ridge, trace, *_error_numbers(left, merged[sampled], whole, merged, lower)]
     if problem.prior:
         common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
-        error = error * _add_prior_(merged, common)
-    return merged, residual, [error, ridge, trace]
+        _add_prior_(merged, common)
+    return merged, residual, [*numbers, failed.to(merged)]
+
+
+def _error_numbers(
+    error: Tensor, rows: Tensor, stack: Tensor, merged: Tensor, lower: Tensor
+) -> list[Tensor]:
+    """Return ‖error‖ of some rows of Y, ‖rows‖, ‖C‖, ‖Y‖ and the range of a factor's diagonal."""
+    sizes = (torch.linalg.vector_norm(tensor) for tensor in (error, rows, stack, merged))
+    return [*sizes, *torch.aminmax(lower.diagonal())]
 
 
 def _relative_error(
-    error: Tensor, rows: Tensor, stack: Tensor, lower: Tensor, failed: Tensor
-) -> Tensor:
-    """Return ‖error‖ of some rows of Y in units of these; NaN of a system that is singular."""
+    size: float, numbers: Sequence[float], failed: float, dtype: torch.dtype
+) -> float:
+    """Return the relative error of X, of this size, by `_error_numbers`; NaN of a singular A."""
+    error, rows, stack, whole, low, high = numbers
     # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
-    least = 1e-6 * torch.linalg.vector_norm(stack)
-    relative = torch.linalg.vector_norm(error) / torch.linalg.vector_norm(rows).maximum(least)
-    low, high = torch.aminmax(lower.diagonal())
-    regular = (low / high).square() > 64 * torch.finfo(lower.dtype).eps
-    return torch.where(regular & (failed.to(lower.device) == 0), relative, torch.nan)
+    rows = max(rows, 1e-6 * stack)
+    if failed or not rows or not high > 0 or not (low / high) ** 2 > 64 * torch.finfo(dtype).eps:
+        return math.nan
+    loss = whole / size if size else LARGEST_LOSS  # of digits by the prior
+    return error / rows * min(max(1.0, loss), LARGEST_LOSS)
 
 
 def _refine(

@@ -117,7 +117,9 @@ def task_vector(expert: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Form all Δ_t of matrices, (T, o, i), or of blocks of their rows."""
+    """Form all Δ_t of matrices, (T, o, i), or of blocks of their rows; on a GPU by few commands."""
+    if base.device.type != "cpu":
+        return torch.stack(tuple(experts)).to(dtype).sub_(base)
     stack = base.new_empty((len(experts), *base.shape), dtype=dtype)
     for delta, expert in zip(stack, experts, strict=True):
         delta.copy_(expert)
@@ -139,6 +141,7 @@ class ActiveExperts:
     dtype: torch.dtype  # in which task vectors are formed
     shape: tuple[int, ...]  # of a task vector; of the matrix that it stands for, if it is a core
     stack: Tensor | None = None  # the Δ_t, (T, o, i), where formed at once; to be overwritten
+    sums: Tensor | None = None  # of their rows, (T, i)
 
     @property
     def tau(self) -> tuple[float, ...]:
@@ -170,7 +173,7 @@ def select_active(
     a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector that does not fit.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    tau, shift, size, stack = _measure(base, experts, dtype)
+    tau, shift, size, formed = _measure(base, experts, dtype)
     for t, expert in enumerate(experts):
         if tau[t] < 1e76:  # no entry can be too large for float32
             continue
@@ -190,8 +193,8 @@ def select_active(
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
     top = max((weights[t] for t in positions), default=1.0)
     shares = [weights[t] / top for t in positions]
-    if stack is not None and 0 < len(positions) < len(experts):
-        stack = torch.stack([stack[t] for t in positions])
+    if formed and 0 < len(positions) < len(experts):
+        formed = [torch.stack([part[t] for t in positions]) for part in formed]
     return ActiveExperts(
         experts=tuple(experts[t] for t in positions),
         weights=tuple(share * len(shares) / sum(shares) for share in shares),
@@ -203,33 +206,39 @@ def select_active(
         size=size,
         dtype=dtype,
         shape=space.shape if space else tuple(base.shape),
-        stack=stack,
+        stack=formed[0] if formed else None,
+        sums=formed[1] if formed else None,
     )
 
 
 def _measure(
     base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[list[float], list[float], float, Tensor | None]:
-    """Return τ_t, o ‖μ_t‖² (of means over the first axis), ‖W0‖², and the Δ_t of small tensors."""
+) -> tuple[list[float], list[float], float, list[Tensor]]:
+    """Return τ_t, o ‖μ_t‖² (of means over the first axis), ‖W0‖², and of small tensors Δ_t, o μ_t.
+
+    Vectors count as matrices of one column here.
+    """
     origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
-    squares = torch.zeros(len(experts) + 1, dtype=torch.float64, device=base.device)
-    sums = squares.new_zeros(len(experts), origin.shape[1])
-    stack = None
+    sums = base.new_zeros(len(experts), origin.shape[1], dtype=torch.float64)
+    formed: list[Tensor] = []
+    norms = []
     for rows in blocks(len(origin), len(experts) * origin.shape[1], base.device):
         stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
-        norms = torch.linalg.vector_norm(stack, dim=2)
-        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)
-        squares += torch.cat([own[None], norms]).double().square_().sum(dim=1)
+        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)[None]
+        lengths = torch.cat([own, torch.linalg.vector_norm(stack, dim=2)])
+        norms.append(torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64))
         sums += stack.sum(dim=1)
-    shifts = sums.square_().sum(dim=1) / max(1, len(origin))
-    size, *measured = torch.cat([squares, shifts]).tolist()
-    tau, shift = measured[: len(experts)], measured[len(experts) :]
+        formed = [stack, sums] if stack[0].numel() == base.numel() else []
+    norms.append(torch.linalg.vector_norm(sums, dim=1))
+    squares = [norm * norm for norm in torch.cat(norms).tolist()]
+    count, end = len(experts) + 1, len(squares) - len(experts)
+    size, *tau = (sum(squares[t:end:count], 0.0) for t in range(count))
+    shift = [square / max(1, len(origin)) for square in squares[end:]]
     # Squares of the tiniest and the largest entries leave the range of float32.
     odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
     if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
         return _measure(base, experts, torch.float64)
-    whole = stack is not None and stack[0].numel() == base.numel()
-    return tau, shift, size, stack if whole else None
+    return tau, shift, size, formed
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
