@@ -104,6 +104,7 @@ def measure(command: list[str], folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", choices=SIZES, default="160M")
+    parser.add_argument("--layers", type=int, help="only so many")
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--heterogeneous", action="store_true", help="experts of unequal scale")
     usual = ["task_arithmetic", "ties", "ace"]
@@ -114,8 +115,9 @@ def main() -> None:
     arguments = parser.parse_args()
     size = arguments.size
     branch = "heterogeneous" if arguments.heterogeneous else "homogeneous"
-    folder = arguments.folder.resolve() / f"{size}-{branch}"
-    models = write_family(folder, size, arguments.experts, arguments.heterogeneous)
+    folder = arguments.folder.resolve() / f"{size}-{arguments.layers or 'all'}-{branch}"
+    layers = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
+    models = write_family(folder, size, arguments.experts, arguments.heterogeneous, **layers)
     machine = print_machine("cuda" if "--cuda" in arguments.flags else "cpu")
     known = {"machine": machine, "size": size, "heterogeneous": arguments.heterogeneous}
     print(f"{size}, {arguments.experts} experts, {branch}, bfloat16")

@@ -22,12 +22,13 @@ _SHAPES = {
     "53M": (512, 1536, 12, 8, 8, 8192),
     "160M": (768, 3072, 12, 12, 12, 32000),
     "1B": (2048, 8192, 16, 32, 8, 128256),
+    "3B": (3072, 8192, 28, 24, 8, 128256),
     "8B": (4096, 14336, 32, 32, 8, 128256),
     "70B": (8192, 28672, 80, 64, 8, 128256),
 }
-# Settings of LlamaConfig; the head of 1B is its embedding.
+# Settings of LlamaConfig; the heads of 1B and 3B are their embeddings.
 SIZES = {
-    size: dict(zip(_SETTINGS, shape, strict=True), tie_word_embeddings=size == "1B")
+    size: dict(zip(_SETTINGS, shape, strict=True), tie_word_embeddings=size in ("1B", "3B"))
     for size, shape in _SHAPES.items()
 }
 
@@ -38,13 +39,15 @@ def make_config(size: str, **changes: int | bool) -> LlamaConfig:
     return LlamaConfig(dtype="bfloat16", architectures=["LlamaForCausalLM"], **settings)
 
 
-def write_family(folder: Path, size: str, experts: int, heterogeneous: bool) -> list[Path]:
+def write_family(
+    folder: Path, size: str, experts: int, heterogeneous: bool, **changes: int
+) -> list[Path]:
     """Write a base and its experts in bfloat16, sharded; return their folders, the base's first.
 
     Task vectors are of rank 16 plus noise, and in a heterogeneous family differ in scale by a
     factor of 30. A model that is there already is left alone.
     """
-    config = make_config(size)
+    config = make_config(size, **changes)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     paths = [folder / "base", *(folder / f"expert{model + 1}" for model in range(experts))]
     for model, path in enumerate(paths):

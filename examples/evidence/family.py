@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cuda":
+    torch.set_float32_matmul_precision("high")  # TF32 trains as well, five times as fast
 # By text: for each sequence its summed loss (or number of wrong answers), and what was counted.
 Losses = dict[str, list[tuple[float, int]]]
 

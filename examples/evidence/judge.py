@@ -149,9 +149,11 @@ def parse() -> argparse.Namespace:
         "SmolLM2 as its wheel has it")  # fmt: skip
     add("--cache", type=Path, default=CACHE, help="folder of all that is made once")
     add("--prepare", action="store_true", help="only fetch what needs a network")
+    add("--results", type=Path, default=RESULTS, help="file of the results")
     add("--small", type=Path, help="folder of a trial with two steps a training, results included")
     settings = parser.parse_args()
-    settings.results = settings.small / "results.json" if settings.small else RESULTS
+    if settings.small:
+        settings.results = settings.small / "results.json"
     settings.cache = (settings.small or settings.cache).resolve()
     settings.families = FAMILIES if "all" in settings.families else settings.families
     return settings

@@ -80,8 +80,7 @@ class LanguageFamily(Family):
 
     def __init__(self, name: str, seed: int, steps: int, cache: Path, base: str | None = None):
         origin = {None: "", "raw": ", raw base"}.get(base, f", {base}")
-        rounding = ", bfloat16" * (DEVICE.type == "cuda")  # of activations; see `language_loss`
-        super().__init__(name, seed, f"{steps} steps{origin}{rounding}")
+        super().__init__(name, seed, f"{steps} steps{origin}")
         self.recipe = Recipe(*RATES[name], steps)
         self.cache, self.source = cache, base
         self.adapters = self.recipe.adapts
@@ -126,10 +125,9 @@ def language_loss(model: nn.Module, ids: Tensor, labels: Tensor, reduction: str 
     """Return the loss of next tokens; the head sees those positions only that are scored."""
     asked = labels[:, 1:] != -100
     device = next(model.parameters()).device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = model.get_decoder()(input_ids=ids.to(device)).last_hidden_state[:, :-1]
-        logits = model.get_output_embeddings()(hidden[asked.to(device)])
-    return cross_entropy(logits.float(), labels[:, 1:][asked].to(device), reduction=reduction)
+    hidden = model.get_decoder()(input_ids=ids.to(device)).last_hidden_state[:, :-1]
+    logits = model.get_output_embeddings()(hidden[asked.to(device)])
+    return cross_entropy(logits, labels[:, 1:][asked].to(device), reduction=reduction)
 
 
 def save_model(
