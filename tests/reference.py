@@ -174,9 +174,9 @@ def naive_plus(
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
 ) -> Tensor:
-    """`ace_plus` of one matrix, (o, i): the best X among the regression on inputs and two steps.
+    """`ace_plus` of one matrix, (o, i): the regression on inputs, one step, a flatter spectrum.
 
-    The steps are P r and P A P r for the residual r of the start, by matrices of o·i rows.
+    The step is P r for the residual r of the start, by matrices of o·i rows.
     """
     (o, i), own = base.shape, [1.0] * len(experts) if coefficients is None else coefficients
     kept, deltas, w = in_use(base, experts, weight)
@@ -202,13 +202,31 @@ def naive_plus(
         triples = zip(fit, scaled, known, strict=True)
         wanted = sum(v * (g @ d @ k) for v, d, (_, _, k, g) in triples).reshape(-1)
         residual = wanted - operator @ first
-        steps = [inverse @ residual, inverse @ operator @ inverse @ residual]
-        return first, torch.stack(steps, dim=1), residual
+        return first, inverse @ residual, residual
 
-    _, steps, residual = start([1.0] * len(kept))
-    lengths = torch.linalg.solve(steps.T @ operator @ steps, steps.T @ residual)
-    first, steps, _ = start(own)
-    return base + lambda_ * 0.9 * (first + steps @ lengths).reshape(o, i)
+    first, step, residual = start([1.0] * len(kept))
+    length = float(step @ residual / (step @ operator @ step))
+    whole = (first + length * step).reshape(o, i)
+    first, step, _ = start(own)
+    part = (first + length * step).reshape(o, i)
+    pairs = [(s, t) for s in range(len(kept)) for t in range(s)]
+    cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
+    unlike = 1 - min(1, max(0, sum(cosines) / sum(w[s] * w[t] for s, t in pairs)))
+    return base + lambda_ * 0.9 * (
+        (1 - 0.2 * unlike) * part + 0.6 * unlike * naive_flattened(whole, part)
+    )
+
+
+def naive_flattened(whole: Tensor, part: Tensor) -> Tensor:
+    """σ̄ U Vᵀ of U diag(σ) Vᵀ, and what is as linear in a part, by the polynomial of each σ."""
+    if whole.shape[0] > whole.shape[1]:
+        return naive_flattened(whole.T, part.T).T
+    left, values, _ = torch.linalg.svd(whole, full_matrices=False)
+    sizes, factors = values / whole.norm(), torch.ones_like(values)
+    for a, b, c in [(3.4445, -4.775, 2.0315)] * 4 + [(1.5, -0.5, 0.0)] * 2:
+        step = a + b * sizes**2 + c * sizes**4
+        sizes, factors = sizes * step, factors * step
+    return (left * factors) @ left.T @ part / whole.norm() * float((sizes * values).mean())
 
 
 def naive_mean(

@@ -11,7 +11,14 @@ from matrices import HETEROGENEOUS, deltas_of, family
 from measured_files import in_memory, random_covariance
 from mergekit.merge_methods import merge_tensors
 from naive_peers import naive_tsv_m
-from reference import RELATIVE, naive_plus, naive_relative, naive_table, task_vector_error
+from reference import (
+    RELATIVE,
+    naive_flattened,
+    naive_plus,
+    naive_relative,
+    naive_table,
+    task_vector_error,
+)
 from tiny_models import tiny_model
 
 from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
@@ -96,7 +103,9 @@ def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
     one[:8, :6] = torch.randn(8, 6, generator=rng).double()
     other[8:, 6:] = torch.randn(12, 10, generator=rng).double()
     merged, _ = plus(base, [one, other])
-    assert task_vector_error(merged, 0.9 * (one + other), base) <= 0.1
+    both = one + other
+    expected = 0.9 * (0.8 * both + 0.6 * naive_flattened(both, both))
+    assert task_vector_error(merged, expected, base) <= 0.1
 
 
 def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
@@ -109,7 +118,7 @@ def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
     kept = []
     for found in (plus(base, [one, other])[0] / 0.9, naive_relative(base, [one, other])):
         kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))
-    assert kept[0] > 0.75 > 0.65 > kept[1]
+    assert kept[0] > 0.7 > 0.65 > kept[1]
 
 
 @pytest.mark.parametrize("unit", [1e-30, 1e-12, 1.0, 1e12, 1e30])

@@ -10,7 +10,6 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -163,40 +162,10 @@ def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Direct
     return Directions(long, values, short) if turned else Directions(short, values, long)
 
 
-def decompose(
-    matrices: Sequence[Tensor], count: int | None = None, floors: Sequence[float] | None = None
-) -> list[Directions]:
-    """Return the leading directions of each of several matrices, all of them by default.
-
-    A decomposition leaves most of a GPU idle: there each has a thread and a stream of its own.
-    """
-    given = list(zip(matrices, floors or [0.0] * len(matrices), strict=True))
-    device = matrices[0].device
-
-    def lead(matrix: Tensor, floor: float) -> Directions:
-        return leading_directions(matrix, min(matrix.shape) if count is None else count, floor)
-
-    if device.type != "cuda":
-        return [lead(*one) for one in given]
-    caller = torch.cuda.current_stream(device)
-
-    def lead_beside(one: tuple[Tensor, float]) -> Directions:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(caller)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            found = lead(*one)
-        stream.synchronize()
-        for part in (found.left, found.values, found.right):
-            part.record_stream(caller)
-        return found
-
-    with ThreadPoolExecutor(len(given)) as pool:
-        return list(pool.map(lead_beside, given))
-
-
-def orthogonal_factors(*matrices: Tensor) -> list[Tensor]:
-    """Return U Vᵀ of each A = U diag(σ) Vᵀ: the nearest one with orthonormal rows or columns."""
-    return [found.left @ found.right.mT for found in decompose(matrices)]
+def orthogonal_factor(matrix: Tensor) -> Tensor:
+    """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
+    directions = leading_directions(matrix, min(matrix.shape))
+    return directions.left @ directions.right.mT
 
 
 def orthogonal_sum(
@@ -207,11 +176,11 @@ def orthogonal_sum(
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
     and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ.
     """
-    parts = decompose(deltas, rank, floors)
+    given = zip(deltas, floors, strict=True)
+    parts = [leading_directions(delta, rank, floor) for delta, floor in given]
+    left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
+    right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
     values = [part.values * a for part, a in zip(parts, coefficients, strict=True)]
-    left = torch.cat([part.left for part in parts], dim=1)
-    right = torch.cat([part.right for part in parts], dim=1)
-    left, right = orthogonal_factors(left, right)
     return (left * torch.cat(values)) @ right.mT
 
 

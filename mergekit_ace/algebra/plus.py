@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_plus`: a regression on inputs and outputs; of tables, one on inputs plus TSV-Merge's sum.
+"""`ace_plus`: a regression on inputs and outputs whose spectrum is then flattened; and of tables.
 
 With D_t = Δ_t / ‖Δ_t‖, D_tᵀD_t estimates the covariance of the inputs of a task, and D_tD_tᵀ that
 of the gradients at the outputs, by the same theorem (ACE, Theorem 1). X minimises
@@ -7,6 +7,8 @@ of the gradients at the outputs, by the same theorem (ACE, Theorem 1). X minimis
     Σ_t w_t tr(G_t (X − Δ_t) K_t (X − Δ_t)ᵀ),  K_t = D_tᵀD_t + ε I,  G_t = D_tD_tᵀ + δ I,
 
 with 1/w_t = tr(G_t D_t K_t D_tᵀ): experts compromise only where they share inputs and outputs.
+Of X = U diag(σ) Vᵀ, some is exchanged for σ̄ U Vᵀ, which brings back what is weak in it. Tables get
+the regression on inputs plus TSV-Merge's sum.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
+    add_product_,
     as_vector,
     factorize,
     full_precision,
+    gram,
     groups,
     orthogonal_sum,
     product,
@@ -42,13 +47,14 @@ from mergekit_ace.algebra.task_vectors import (
 STRENGTH = 0.9
 # δ in mean eigenvalues 1/o of D_tD_tᵀ.
 OUTPUT_RIDGE = 10.0
-# Conjugate gradients from the regression on inputs alone: more of them keep no more on the judge.
-STEPS = 2
+# Where experts have nothing in common, this share of X goes, and so much of σ̄ U Vᵀ takes its place.
+EXCHANGED, FLATTENED = 0.2, 0.6
+# x ← a x + b xxᵀx + c (xxᵀ)²x brings singular values from 1e-3 to 1 towards 1 (Jordan et al., Muon,
+# 2024), and x ← 3/2 x − 1/2 xxᵀx those near 1 to it (Newton, Schulz).
+FLATTENING = [(3.4445, -4.775, 2.0315)] * 4 + [(1.5, -0.5, 0.0)] * 2
 # The share of TSV-Merge's sum in tables, and in matrices so long that D_tD_tᵀ would be too large.
 ORTHOGONAL_SHARE = 0.28
 LONGEST = 8
-# How far a step goes, and how much of the last direction it takes along.
-Step = tuple[Tensor, Tensor]
 
 
 @full_precision()
@@ -65,10 +71,12 @@ def merge_two_sided(
         stack = active.stack if active.stack is not None and active.stack.dtype == dtype else None
         deltas = form_stack(base, active.experts, dtype) if stack is None else stack
         problem = TwoSided(deltas, active, epsilon, measured)
-        lengths: list[Step] = []
-        merged = problem.descend([1.0] * len(deltas), lengths)
+        merged, length = problem.step([1.0] * len(deltas))
+        plain = merged
         if any(coefficient != 1 for coefficient in active.coefficients):
-            merged = problem.descend(active.coefficients, lengths)
+            merged, _ = problem.step(active.coefficients, length)
+        flat = flatten(plain, merged, min(active.shape)).mul_(FLATTENED * problem.unlikeness)
+        merged = flat.add_(merged, alpha=1 - EXCHANGED * problem.unlikeness).mul_(problem.largest)
         if bool(merged.isfinite().all()):
             break
     else:
@@ -82,6 +90,28 @@ def merge_two_sided(
         mix=measured.mix if any(map(measured.covariance, active.positions)) else None,
     )
     return merged.mul_(scale * STRENGTH).add_(base), record
+
+
+def flatten(matrix: Tensor, part: Tensor, size: int) -> Tensor:
+    """Return σ̄ U Vᵀ, nearly, of A = U diag(σ) Vᵀ, (o, i), where σ̄ is Σσ over a size.
+
+    Directions that are a thousand times weaker than ‖A‖ stay weak: nothing jumps where one appears.
+    What is linear in a part of A is returned for the part.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return flatten(matrix.mT, part.mT, size).mT
+    norm = torch.linalg.vector_norm(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)
+    flat, own = matrix / norm, None if part is matrix else part / norm
+    for first, third, fifth in FLATTENING:
+        square = gram(flat)
+        mixing = third * square
+        if fifth:
+            mixing = add_product_(mixing, square, square, fifth)
+        flat = add_product_(first * flat, mixing, flat)
+        if own is not None:
+            own = add_product_(first * own, mixing, own)
+    mean = (flat * matrix).sum() / size
+    return (flat if own is None else own) * mean
 
 
 def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
@@ -121,7 +151,15 @@ class TwoSided:
             self.outputs = products(deltas, deltas.mT, self.parts)
         self.read = products(deltas, self.inputs, self.parts)
         fits = [(deltas[p] * self.weigh(p, self.read[p])).sum(dim=(1, 2)) for p in self.parts]
-        *measures, self.ridge = torch.cat([*fits, ridge[None]]).tolist()
+        flat = deltas.flatten(1)
+        numbers = [*fits, product(flat, flat.mT).flatten(), ridge[None]]
+        *numbers, self.ridge = torch.cat(numbers).tolist()
+        measures, cosines = numbers[:count], numbers[count:]
+        pairs = combinations(range(count), 2)
+        known = [(cosines[s * count + t], active.weights[s] * active.weights[t]) for s, t in pairs]
+        agreement = sum(c * w for c, w in known) / (sum(w for _, w in known) or 1.0)
+        # 1 where experts have nothing in common, or oppose one another; 0 where all agree
+        self.unlikeness = 1 - min(1.0, max(0.0, agreement))
         least = min(measures)
         pairs = zip(active.weights, measures, strict=True)
         self.weights = [weight * least / fit for weight, fit in pairs]
@@ -148,38 +186,27 @@ class TwoSided:
         )
         return reduce(Tensor.add_, sums)
 
-    def descend(self, coefficients: Sequence[float], lengths: list[Step]) -> Tensor:
-        """Return X of the λ_t Δ_t, by conjugate gradients; with their lengths given, linear in λ_t.
+    def step(
+        self, coefficients: Sequence[float], length: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return X of the λ_t Δ_t in units of `largest`, and how far one step of descent goes.
 
-        They start from the regression on inputs alone, and are preconditioned by Σ w_t K_t. Without
-        lengths, the best ones are taken, and appended.
+        It starts from the regression on inputs alone, is preconditioned by Σ w_t K_t, and goes as
+        far as is best unless its length is given.
         """
         pairs = zip(coefficients, self.sizes, strict=True)
         factors = as_vector([coefficient * size for coefficient, size in pairs], self.read)
         start = torch.tensordot(factors * self.shares, self.read, dims=1)
-        merged, last = solve(start, self.lower[0]), start.new_ones(())
+        start = solve(start, self.lower[0])
         residual = self.sum(
             lambda part: (
                 self.read[part] * factors[part, None, None]
-                - product(merged[None], self.inputs[part])
+                - product(start[None], self.inputs[part])
             )
         )
-        direction, known = None, iter(lengths[:])
-        for _ in range(STEPS):
-            step = solve(residual.clone(), self.lower[1])
-            fall = (residual * step).sum()
-            length, turn = next(known, (None, _quotient(fall, last)))
-            direction = step if direction is None else step + turn * direction
-            along = direction[None]
-            moved = self.sum(lambda part, along=along: product(along, self.inputs[part]))
-            if length is None:
-                length = _quotient(fall, (direction * moved).sum())
-                lengths.append((length, turn))
-            merged = merged + length * direction
-            residual, last = residual - length * moved, fall
-        return merged.mul_(self.largest)
-
-
-def _quotient(part: Tensor, whole: Tensor) -> Tensor:
-    """Return a / b; 0 where b is 0, as where experts are the same."""
-    return torch.where(whole > 0, part / whole, 0.0)
+        way = solve(residual.clone(), self.lower[1])
+        if length is None:
+            moved = self.sum(lambda part: product(way[None], self.inputs[part]))
+            rise, fall = (way * moved).sum(), (residual * way).sum()
+            length = torch.where(rise > 0, fall / rise, 0.0)  # 0 where experts are the same
+        return start + length * way, length

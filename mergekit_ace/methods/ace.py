@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import LONGEST, STEPS
+from mergekit_ace.algebra.plus import LONGEST
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
@@ -196,13 +196,13 @@ class PlusAceMerge(RidgeMethod):
     )
     summary = (
         "Solves ACE-Merging's regression for inputs and outputs at once, so that experts "
-        "compromise only where they share both; ours, not the paper's."
+        "compromise only where they share both, and flattens its spectrum; ours, not the paper's."
     )
     own_rule = "merged by the regression on inputs and outputs"
     options_class = PlusOptions
     ill_conditioned = ""
     citations = cited("xu2026ace", "gargiulo2025tsv")
-    products = 2.0 * (3 + STEPS)  # of rows and of columns: squares, right sides, weights and steps
+    products = 12.0  # squares, right sides, weights, a start, a step and what flattens the spectrum
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         if settings.layout == "table":  # whose orthogonal sum is one of a matrix

@@ -20,10 +20,9 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import (
     as_rows,
     blocks,
-    decompose,
     full_precision,
     leading_directions,
-    orthogonal_factors,
+    orthogonal_factor,
     orthogonal_sum,
 )
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
@@ -156,17 +155,16 @@ class IsoCtsMerge(MatrixMethod):
         each = min(round(own / count), size // count)  # so that all tasks get the same
         shared_size = size - each * count
         common = leading_directions(matrices.total(), shared_size, math.hypot(*matrices.floors))
-        floors = []
+        parts = []
         for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
-            floors.append(max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta))))
+            floor = max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta)))
             delta -= common.left @ (common.left.mT @ delta)
-        parts = decompose(matrices.deltas, each, floors)
+            parts.append(leading_directions(delta, each, floor))
         outer = torch.cat([part.left for part in parts], dim=1)  # orthogonal to the common ones
+        left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
         right = torch.cat([part.right for part in (common, *parts)], dim=1)
-        outer, right = orthogonal_factors(outer, right)
-        left = torch.cat([common.left, outer], dim=1)
         strength = sum(float(part.values.sum()) for part in (common, *parts)) / size
-        return (left @ right.mT).mul_(strength), each
+        return (left @ orthogonal_factor(right).mT).mul_(strength), each
 
 
 class CartMerge(MatrixMethod):
@@ -188,7 +186,8 @@ class CartMerge(MatrixMethod):
         rank = max(int(fraction * matrices.size), 1) if fraction > 0 else 0
         mean = matrices.total().div_(len(matrices.deltas))
         merged = mean.clone()
-        for found in decompose([delta.sub_(mean) for delta in matrices.deltas], rank):
+        for delta in matrices.deltas:
+            found = leading_directions(delta.sub_(mean), rank)
             merged.add_((found.left * found.values) @ found.right.mT, alpha=parameters["lambda"])
         return merged, rank
 
