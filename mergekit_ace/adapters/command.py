@@ -45,18 +45,17 @@ from mergekit_ace.files.saving import (
     save_tensors,
     write_text,
 )
-from mergekit_ace.merge_config import check_config, check_settings, raise_errors
+from mergekit_ace.merge_config import (
+    MergeConfig,
+    check_config,
+    check_settings,
+    raise_errors,
+    read_merge_config,
+)
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError, in_bytes, listed, same_name
-from mergekit_ace.planning import (
-    MergeConfig,
-    PlannedMerge,
-    PlannedTensor,
-    UnplannedTensor,
-    plan_merge,
-    read_merge_config,
-)
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_merge
 
 LOG = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -24,14 +24,14 @@ from mergekit_ace.adapters.read import (
     find_changes,
     read_adapters,
 )
-from mergekit_ace.check.check import Treatment, check_merge
+from mergekit_ace.check.check import check_merge
 from mergekit_ace.files.models import Checkpoints, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
-from mergekit_ace.planning import PlannedMerge
+from mergekit_ace.planning import PlannedMerge, Treatment
 
 # Flags that change neither a tensor nor which files there are. The number of threads is one that
 # does: the last bits of a sum depend on it.

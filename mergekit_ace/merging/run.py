@@ -18,7 +18,6 @@ from mergekit.options import MergeOptions
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from mergekit_ace.check.check import Treatment, estimate_merge
 from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
@@ -30,7 +29,7 @@ from mergekit_ace.merging.workers import Compute, find_workers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.base import flush_notices, notice
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.planning import PlannedMerge
+from mergekit_ace.planning import PlannedMerge, Treatment, estimate_merge
 
 
 def run_shards(

@@ -16,10 +16,10 @@ from mergekit.config import MergeConfiguration
 from mergekit_ace.check.loading import merged_model, verify_model
 from mergekit_ace.files.models import add_model_files, config_donor, find_model_file
 from mergekit_ace.files.saving import package_versions, write_text
+from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.summary import Report, read_records, summarize
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"

@@ -22,9 +22,9 @@ from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.files.checkpoints import read_headers
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
+from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
-from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
 from mergekit_ace.score.score import KIND, merge_once
 from mergekit_ace.training.config import COMPONENTS

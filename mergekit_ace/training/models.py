@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.check.check import DEQUANTISE
 from mergekit_ace.check.loading import quiet_transformers
-from mergekit_ace.check.models import DEQUANTISE
 from mergekit_ace.files.checkpoints import (
     check_model_folder,
     check_references,
