@@ -312,7 +312,7 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 
     result = check_merge(config, take_options(flags, quiet=True), out)
     click.echo(result.text)
-    if not result.ok:
+    if result.errors:
         raise SystemExit(1)
 
 

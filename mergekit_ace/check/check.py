@@ -43,7 +43,6 @@ from mergekit_ace.merge_config import (
     safetensors_dtype,
 )
 from mergekit_ace.methods.architecture import BY_FILES
-from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed, same_name
 from mergekit_ace.planning import (
     MergeEstimate,
@@ -74,27 +73,23 @@ _FUNCTION = """
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of a check: findings, errors first; the plan, if there is one, and what it takes."""
+    """Result of a check: findings, errors first; the plan, if there is one; what is merged."""
 
     findings: Sequence[Finding]
     plan: PlannedMerge | None = None
     checkpoints: Checkpoints = field(default_factory=dict)
-    estimate: MergeEstimate | None = None
-    models: Sequence[str] = ()
+    facts: Sequence[str] = ()  # lines on the merge, what it takes, and its models
 
     @property
-    def ok(self) -> bool:
-        return all(finding.level != "error" for finding in self.findings)
+    def errors(self) -> int:
+        return sum(finding.level == "error" for finding in self.findings)
 
     @property
     def text(self) -> str:
-        errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "nothing to complain about: the merge may start"
         if self.findings:
-            verdict = f"errors: {errors}, warnings: {len(self.findings) - errors}"
-        estimate = [self.estimate.text] if self.estimate else []
-        told = [finding.text for finding in self.findings]
-        return "\n".join([*told, verdict, *estimate, "", *self.models])
+            verdict = f"errors: {self.errors}, warnings: {len(self.findings) - self.errors}"
+        return "\n".join([*(finding.text for finding in self.findings), verdict, *self.facts])
 
 
 def check_merge(
@@ -118,7 +113,7 @@ def check_merge(
         return Preflight(findings)
     findings = findings if strict else []
     checkpoints: dict[ModelReference, Checkpoint] = {}
-    plan = estimate = None
+    plan, facts = None, [""]
     models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
     for model in models:
         try:
@@ -134,16 +129,15 @@ def check_merge(
                 plan = plan_merge(config, options, checkpoints, as_run=unplanned is not None)
                 plan, told = add_unplanned(plan, checkpoints, unplanned or "error")
                 findings += told
-                own = checkpoints[config_donor(config)].headers.keys()
-                changed = config.slices or {tensor.name for tensor in plan.tensors} != own
-                if strict and changed and not any(one.level == "error" for one in told):
+                whole = plan.saves.keys() == checkpoints[config_donor(config)].headers.keys()
+                told_all = all(finding.level != "error" for finding in told)
+                if strict and told_all and (config.slices or not whole):
                     findings += check_loading(plan, checkpoints)
             except Exception as error:  # mergekit raises whatever its parts do
                 text = str(error) or type(error).__name__
                 if isinstance(error, KeyError):  # mergekit looks a module up
                     text = f"the architecture has no part {text}; most have one, called `default`"
                 findings.append(Finding.error(text))
-    lines = [_model_line(one, config.base_model) for one in checkpoints.values()]
     if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
         findings += _check_tensors(plan.tensors, checkpoints)
@@ -152,11 +146,11 @@ def check_merge(
         if unplanned is None:
             findings += _check_mergekit_yaml(plan)
             findings += _check_disk(estimate, out or Path())
-        method = plan.method
-        known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
-        lines.insert(0, f"method  {known or config.merge_method}")
+        about = getattr(plan.method, "about", plan.method.spec.pretty_name)
+        facts = [estimate.text, "", f"method  {about or config.merge_method}"]
+    facts += [_model_line(one, config.base_model) for one in checkpoints.values()]
     findings.sort(key=lambda finding: finding.level != "error")
-    return Preflight(findings, plan, checkpoints, estimate, lines)
+    return Preflight(findings, plan, checkpoints, facts)
 
 
 def _model_line(checkpoint: Checkpoint, base: ModelReference | None) -> str:
@@ -225,21 +219,16 @@ def _check_models(
     yield from _check_heads(checkpoints, config.base_model)
     yield from _check_functions(checkpoints, config.base_model)
     yield from _check_chat_templates(checkpoints, config)
-    try:
-        yield from _check_tokenizers(checkpoints, config)
-    except FileError as error:  # one is damaged
-        yield Finding.error(str(error))
+    yield from _check_tokenizers(checkpoints, config)
 
 
 def _check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find dtypes that differ, cannot be merged, or are rounded too early."""
     main = {model: checkpoint.main_dtype for model, checkpoint in checkpoints.items()}
-    wanted = safetensors_dtype(config.dtype)
-    for model, checkpoint in checkpoints.items():
-        yield from _check_quantised(checkpoint)
-        own = main[model]
-        known = own in FLOATING and wanted
-        if known and torch.promote_types(DTYPES[wanted], DTYPES[own]) != DTYPES[wanted]:
+    wanted = DTYPES.get(safetensors_dtype(config.dtype))
+    for model, own in main.items():
+        yield from _check_quantised(checkpoints[model])
+        if wanted and own in FLOATING and torch.promote_types(wanted, DTYPES[own]) != wanted:
             yield Finding.warning(
                 f"`dtype: {config.dtype}` rounds {model}, stored as {own}, too early",
                 "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
@@ -272,9 +261,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
-    stored = {
-        m: next(filter(_is_head, one.index.tensor_paths), "") for m, one in checkpoints.items()
-    }
+    stored = {m: next(filter(_is_head, one.headers), "") for m, one in checkpoints.items()}
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
     for model, head in stored.items():
@@ -343,7 +330,7 @@ def _check_chat_templates(
         model: bool(checkpoint.read_json(TOKENIZER_CONFIG).get("chat_template"))
         or any(map(checkpoint.file, ("chat_template.jinja", "chat_template.json")))
         for model, checkpoint in checkpoints.items()
-        if model.lora is None and any(map(checkpoint.file, VOCABULARY_FILES))
+        if model.lora is None and _has_tokenizer(checkpoint)
     }
     if not config.chat_template and not speaks.pop(donor, True) and speaks and all(speaks.values()):
         yield Finding.warning(
@@ -356,8 +343,12 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
     base = config.base_model or next(iter(checkpoints))
     tokens = {m: _tokens(one) for m, one in checkpoints.items() if m.lora is None or m == base}
-    aligned = config.tokenizer or config.tokenizer_source
-    if aligned and not any(map(checkpoints[base].file, VOCABULARY_FILES)):
+    for model, own in tokens.items():
+        if not own and checkpoints[model].file("tokenizer.json"):
+            message = f"the tokenizer of {model} is damaged: tokenizer.json cannot be read"
+            yield Finding.error(message, "download or save it again")
+    aligned = bool(config.tokenizer or config.tokenizer_source)
+    if aligned and not _has_tokenizer(checkpoints[base]):
         yield Finding.error(
             f"tokenizer: the base model {base} has no tokenizer to begin with",
             "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
@@ -385,22 +376,19 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
             )
 
 
+def _has_tokenizer(checkpoint: Checkpoint) -> bool:
+    return any(map(checkpoint.file, VOCABULARY_FILES))
+
+
 def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the numbers of all tokens; empty without a tokenizer that can be read here."""
-    fast, source = checkpoint.file("tokenizer.json"), checkpoint.model.model
-    if fast:
-        try:
+    source, fast = checkpoint.model.model, checkpoint.file("tokenizer.json")
+    with suppress(Exception):  # of many kinds: a damaged file, a missing library, code of its own
+        if fast:
             return Tokenizer.from_file(str(fast)).get_vocab()
-        except Exception as error:
-            raise FileError(
-                f"the tokenizer of {checkpoint.model} is damaged: {fast.name} cannot be read "
-                f"({error}); download or save it again"
-            ) from error
-    if any(map(checkpoint.file, VOCABULARY_FILES)):
-        with suppress(Exception):  # of many kinds: a missing library, code of the model's own
-            return AutoTokenizer.from_pretrained(
-                source.path, revision=source.revision, trust_remote_code=False
-            ).get_vocab()
+        if _has_tokenizer(checkpoint):
+            options = {"revision": source.revision, "trust_remote_code": False}
+            return AutoTokenizer.from_pretrained(source.path, **options).get_vocab()
     return {}
 
 

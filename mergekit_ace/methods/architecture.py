@@ -125,10 +125,10 @@ def lacks_embeddings(network: PreTrainedModel) -> bool:
     return False
 
 
-def tensor_names(model: Hashable) -> tuple[str, ...] | None:
-    """Return the names of all tensors of a checkpoint; None where it cannot be read."""
+def tensor_names(model: Hashable) -> Collection[str]:
+    """Return the names of all tensors in a checkpoint's files; none where it cannot be read."""
     index = _index(model)
-    return tuple(index.tensor_paths) if index else None
+    return index.tensor_paths.keys() if index else ()
 
 
 def check_shapes(
@@ -152,8 +152,7 @@ def check_shapes(
         raise RuntimeError(
             f"{method}: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the "
             f"base model {base}. Experts must be fine-tuned from this base model: replace or "
-            f"remove {model}, or set base_model to the one that it comes from. (Heads that take no "
-            "part: read the models without them by override_architecture.)"
+            f"remove {model}, or set base_model to the one that it comes from"
         )
 
 
@@ -179,12 +178,12 @@ def _shape(model: Hashable, tensor_name: str) -> tuple[int, ...] | None:
     """Return the tensor's shape by the checkpoint's header; None where it cannot be known."""
     if not isinstance(model, ModelReference):
         return None
-    path, index = model.model.path, _index(model)
+    index, path = _index(model), Path(model.model.path)
     if index is not None and tensor_name in index.tensor_paths:
-        path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
-    if not path.endswith(".safetensors") or not os.path.isfile(path):
+        path = Path(index.base_path, index.tensor_paths[tensor_name])
+    if path.suffix != ".safetensors" or not path.is_file():
         return None
-    header = _header(Path(path)).get(tensor_name)
+    header = _header(path).get(tensor_name)
     return header.shape if header else None
 
 
@@ -302,8 +301,7 @@ def model_names(model: Hashable) -> StoredNames | None:
     known = vars(index) if index else {}  # of which there may be two, if the model is quantised
     if "stored_names" not in known:
         with _LOCK:  # one thread builds, the others wait
-            names = frozenset(index.tensor_paths if index else ())
-            known["stored_names"] = _stored_names(model.model, names)
+            known["stored_names"] = _stored_names(model.model, frozenset(tensor_names(model)))
     return known["stored_names"]
 
 
@@ -320,10 +318,6 @@ def _stored_names(model: ModelPath, names: frozenset[str]) -> StoredNames | None
         return None
 
 
-def _names_in_files(model: ModelReference) -> Collection[str]:
-    return LoaderCache().get(model).index.tensor_paths.keys()
-
-
 def find_architecture(
     models: Sequence[ModelReference], donor: ModelReference, options: MergeOptions
 ) -> ModelArchitecture:
@@ -335,12 +329,12 @@ def find_architecture(
     described = {model: described_architecture(config) for model, config in configs.items()}
     known, config, names = described[donor], configs[donor], model_names(donor)
     mixed = [model for model in models if configs[model].architectures != config.architectures]
-    held = {*_names_in_files(donor), *(names.memory.values() if names else ())}
-    for model in mixed:
-        apart = held.isdisjoint(_names_in_files(model))
+    held = {*tensor_names(donor), *(names.memory.values() if names else ())}
+    for model in () if options.allow_crimes else mixed:
+        apart = held.isdisjoint(tensor_names(model))
         if known and described[model]:
             apart = described[model] != known
-        if apart and not options.allow_crimes:
+        if apart:
             kinds = ["".join(configs[one].architectures or ["?"]) for one in (model, donor)]
             raise RuntimeError(
                 f"{model} is a {kinds[0]}; {donor}, whose config the result gets, is a {kinds[1]}. "
@@ -361,7 +355,7 @@ def _fits(
     names: StoredNames | None,
 ) -> bool:
     """Tell whether a description names what the files hold, or the files are to blame."""
-    stored = {*_names_in_files(donor)}
+    stored = {*tensor_names(donor)}
     try:
         weights = architecture.all_weights(config)
     except Exception:  # it reads settings that the config of today's transformers lacks
@@ -380,7 +374,7 @@ def _architecture_by_files(
 
     Tensors that only some layers have are optional, as are those that transformers does not load.
     """
-    held = _names_in_files(donor)
+    held = tensor_names(donor)
     needed = names.needed if names else set(held)
     text_names = [_by_text_name(model) for model in mixed]
     loose: list[WeightInfo] = []
@@ -434,7 +428,7 @@ def _describe(
 def _by_text_name(model: ModelReference) -> dict[str, str]:
     """Return the names in a model's files by those that a model of text has in memory."""
     names = model_names(model)
-    held = names.memory if names else {name: name for name in _names_in_files(model)}
+    held = names.memory if names else {name: name for name in tensor_names(model)}
     return {_TEXT_PART.sub("", memory, count=1): name for name, memory in held.items()}
 
 
