@@ -335,10 +335,10 @@ def find_architecture(
         if known and described[model]:
             apart = described[model] != known
         if apart:
-            kinds = ["".join(configs[one].architectures or ["?"]) for one in (model, donor)]
+            own, other = (_describe_model(one, configs[one]) for one in (model, donor))
             raise RuntimeError(
-                f"{model} is a {kinds[0]}; {donor}, whose config the result gets, is a {kinds[1]}. "
-                "Set base_model to the model that the experts were fine-tuned from, or give "
+                f"{model} is {own}; {donor}, whose config the result gets, is {other}. Set "
+                "base_model to the model that the experts were fine-tuned from, or give "
                 "--allow-crimes, which merges tensors whose names are the same but for "
                 "`language_model.`"
             )
@@ -346,6 +346,12 @@ def find_architecture(
     if known and not crimes and _fits(known, donor, config, names):
         return known
     return _architecture_by_files(donor, config, names, crimes)
+
+
+def _describe_model(model: ModelReference, config: PretrainedConfig) -> str:
+    layers = filter(_LAYER.search, tensor_names(model))
+    first = min(layers, key=natural_order, default="")
+    return f"a {(config.architectures or ['?'])[0]} with tensors such as {first}"
 
 
 def _fits(
