@@ -21,14 +21,12 @@ def low_rank(shape, rank, seed, scale=1.0, stack=()):
 
 
 def settings_of(method, experts, layout="matrix", coefficients=None, **parameters):
-    values = {p.name: p.default for p in method.spec.parameters}
+    values, models = {p.name: p.default for p in method.spec.parameters}, tuple(range(experts))
     for parameter in method.spec.input_parameters:
-        values[parameter.name] = dict.fromkeys(range(experts), parameter.default)
+        values[parameter.name] = dict.fromkeys(models, parameter.default)
     for name, value in parameters.items():
         values[name] = dict(enumerate(value)) if isinstance(value, list) else value
-    return TensorSettings(
-        "layer.weight", "base", tuple(range(experts)), values, layout, coefficients
-    )
+    return TensorSettings("layer.weight", "base", models, values, layout, coefficients)
 
 
 SAME = "rule weight heterogeneous normalized refined prior rank side".split()
@@ -110,7 +108,6 @@ LAYOUTS = [
     ("transposed", (40, 56), ()),
     ("flattened", (12, 5, 3, 3), ()),
     ("mean", (12, 5, 3, 3), ()),
-    ("mean", (40, 56), ()),
     ("stacked", (3, 20, 30), (3,)),
     ("transposed", (3, 20, 30), (3,)),
     ("mean", (3, 20, 30), (3,)),
@@ -156,15 +153,12 @@ def test_coefficients_are_those_of_the_full_tensors():
     check("ace_relative", family(), "table", coefficients=[0.5, 1.2, 0.9], bar=1e-7)
 
 
-@pytest.mark.parametrize("stack", [(), (3,)])
-def test_the_rank_is_cut_by_the_singular_values_of_each_matrix(stack):
-    deltas, method = family((*stack, 20, 30), stack=stack), merge_methods.get("ace")
-    settings = settings_of(method, 3, "stacked" if stack else "matrix")
+def test_the_rank_is_cut_by_the_singular_values_of_each_matrix():
+    deltas, method = family((3, 20, 30), stack=(3,)), merge_methods.get("ace")
+    settings = settings_of(method, 3, "stacked")
     whole, cut = (method.merge_low_rank(deltas, settings, rank) for rank in (None, 4))
     left, values, right = torch.linalg.svd(whole.delta.dense(), full_matrices=False)
     nearest = (left[..., :4] * values[..., None, :4]) @ right[..., :4, :]
     assert (whole.delta.rank, cut.delta.rank) == (10, 4)
-    assert whole.lost < 1e-20
     assert torch.allclose(cut.delta.dense(), nearest, atol=1e-12)
     assert cut.lost == pytest.approx(float(values[..., 4:].square().sum()))
-    assert torch.allclose(cut.delta.left.norm(dim=-2), cut.delta.right.norm(dim=-1))

@@ -59,6 +59,7 @@ from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, 
 
 LOG = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VERSIONS = (*REPORTED_PACKAGES, "peft")  # named in the card
 # What a result is made of; nobody's is replaced unasked.
 _PARTS = (
     CONFIG, WEIGHTS, "adapter_model.bin", "README.md", "mergekit_config.yml", *TOKENIZER_FILES,
@@ -108,21 +109,15 @@ def merge_adapters(
 
 def _common_base(config: MergeConfiguration) -> ModelReference:
     """Return the one model that all adapters of a config belong to."""
-    models = config.referenced_models()
+    models, remedy = config.referenced_models(), "merge full models by mergekit-ace merge"
     bases = [base_of(model) for model in models if model.lora is not None]
     base = config.base_model or next(iter(bases), None)
     if not config.models:
-        raise ConfigError(
-            "an adapter fits only the layers that it was trained on, and the config has slices or "
-            "modules; merge full models by mergekit-ace merge"
-        )
+        raise ConfigError(f"slices or modules of layers make no adapter; {remedy}")
     others = [str(model) for model in models if base not in (model, base_of(model))]
     if others or base is None or base not in bases:
-        raise ConfigError(
-            f"{listed(others or [str(base)])} is no adapter of {base}, and only adapters of one "
-            "base merge into an adapter: write `- model: BASE+ADAPTER`, or merge full models by "
-            "mergekit-ace merge"
-        )
+        said = f"{listed(others or [str(base)])} is no adapter of {base}"
+        raise ConfigError(f"{said}: write `- model: BASE+ADAPTER`, or {remedy}")
     return base
 
 
@@ -166,10 +161,8 @@ def _plan_tensors(
     tensors = [(tensor, changes) for tensor, changes in found if changes]
     for tensor, changes in tensors:
         if reason := leaves_span(tensor, changes.values()):
-            raise ConfigError(
-                f"merge_method: {config.merge_method} makes no adapter: {reason}; merge full "
-                "models by mergekit-ace merge"
-            )
+            said = f"merge_method: {config.merge_method} makes no adapter: {reason}"
+            raise ConfigError(f"{said}; merge full models by mergekit-ace merge")
     raise_errors(check_settings(plan), quiet=options.quiet)
     return plan, tensors
 
@@ -270,14 +263,12 @@ def _card_text(name: str, plan: PlannedMerge, adapters: Sequence[Adapter], what:
     method, base = plan.method, plan.config.referenced_models()[0].model.path  # of all the same
     tags = ["mergekit", "mergekit-ace", "merge", "lora", "peft"]
     head = yaml.safe_dump({"base_model": base, "library_name": "peft", "tags": tags})
-    versions = package_versions(*REPORTED_PACKAGES, "peft")
-    experts = "\n".join(f"* `{one.name}`, rank {one.config.r}" for one in adapters)
+    title, versions = method.spec.pretty_name or method.spec.name, package_versions(*_VERSIONS)
     parts = [
         f"---\n{head}---",
         f"# {name}",
-        f"A LoRA adapter of `{base}`: {what}. `mergekit-ace adapter` made it by "
-        f"{method.spec.pretty_name or method.spec.name} from",
-        experts,
+        f"A LoRA adapter of `{base}`: {what}. `mergekit-ace adapter` made it by {title} from",
+        "\n".join(f"* `{one.name}`, rank {one.config.r}" for one in adapters),
         f"({', '.join(map(' '.join, versions.items()))}), with this configuration:",
         f"```yaml\n{plan.config.source.strip()}\n```",
         *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),

@@ -17,13 +17,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import use_adapters
-from mergekit_ace.adapters.read import (
-    Adapter,
-    adapter_folder,
-    base_of,
-    find_changes,
-    read_adapters,
-)
+from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.files.models import Checkpoints, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
@@ -73,10 +67,8 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
     found = [find_changes({model: WeightInfo(name=name)}, {model: adapter}) for name in names]
     held = {changes[model].name for changes in found if changes}
     if homeless := [name for name in adapter.changes if name not in held]:
-        raise ConfigError(
-            f"{model.lora} has {listed(homeless)}, which {base} does not; merge the adapter into "
-            "its base by peft's merge_and_unload, and give the model that save_pretrained writes"
-        )
+        said = f"{model.lora} has {listed(homeless)}, which {base} does not"
+        raise ConfigError(f"{said}; give the model that peft's merge_and_unload makes of both")
 
 
 def input_files(plan: PlannedMerge) -> set[Path]:

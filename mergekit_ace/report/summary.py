@@ -48,10 +48,10 @@ def read_records(path: Path) -> list[Record]:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
+        what = f"{f'{field}: ' if field else ''}{first['msg']}"
         raise ConfigError(
-            f"line {number} of {path} is not the line of a report: "
-            f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
-            "`report:` of a merge, or `mergekit-ace inspect`, wrote"
+            f"line {number} of {path} is not the line of a report: {what}; remove it, or give the "
+            "file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -75,8 +75,8 @@ class Report:
         if not methods:
             raise ConfigError("no tensor was compared: give the report of a finished merge")
         if len(methods) > 1:
-            names = " and ".join(methods)
-            raise ConfigError(f"the report is of several merges, by {names}; keep those of one")
+            said = f"the report is of several merges, by {' and '.join(methods)}; keep those of one"
+            raise ConfigError(said)
         depths = relative_depths([record.name for record in compared])
         self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
         self.skipped = [record.name for record in records if not record.matrices]
@@ -174,8 +174,8 @@ def summarize(report: Report) -> Iterator[str]:
     yield f"{_count(len(report.records), 'tensor')} of {experts}: {listed(parts)}."
     if report.stands_in:
         yield (
-            f"{report.title} is a method of mergekit, which tells nothing of its decisions: they "
-            f"are what {report.stands_in} would make of these experts with its defaults."
+            f"{report.title} tells nothing of its decisions: those shown are what "
+            f"{report.stands_in} would make of these experts with its defaults."
         )
     yield from _of_experts(report)
     yield from _decisions(report)
@@ -191,15 +191,10 @@ def _of_experts(report: Report) -> Iterator[str]:
         if norm == 0:
             yield f"{name} does not differ from the base at all: is it the right checkpoint?"
         elif norm < WEAK * strongest:
-            yield (
-                f"{name} has moved {strongest / norm:.0f} times less than the strongest expert; "
-                "what it learned is easily lost in a merge."
-            )
+            less = f"{strongest / norm:.0f} times less than the strongest expert"
+            yield f"{name} has moved {less}: a merge easily loses what it learned."
         if size > FAR:
-            yield (
-                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
-                "from this base?"
-            )
+            yield f"{name} is {size:.0%} of the base's size away from it: is it a fine-tune of it?"
     layers = report.shares.dropna(subset="layer")
     squares = layers.pivot_table("tau", "layer", "expert", "sum").reindex(columns=report.experts)
     for name, change in squares.fillna(0.0).items():
@@ -217,10 +212,7 @@ def _of_experts(report: Report) -> Iterator[str]:
     for (a, one), (b, other) in combinations(enumerate(report.experts), 2):
         cosine = report.cosines[a, b]
         if cosine > ALIKE:
-            yield (
-                f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): together they "
-                "count double."
-            )
+            yield f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): counted twice."
         elif cosine < OPPOSED:
             yield f"{one} and {other} pull in opposite directions (cosine {cosine:.2f})."
 
@@ -231,24 +223,21 @@ def _decisions(report: Report) -> Iterator[str]:
     if len(solved):
         count = solved.heterogeneous.sum()
         statistic = "γ" if solved.statistic.iloc[0] == "gamma" else "The variance of log τ"
-        yield (
-            f"{statistic} exceeds the threshold in {count} of {len(solved)} matrices."
-            if count
-            else f"{statistic} stays below the threshold in all {len(solved)} matrices: the "
-            "experts differ little in scale, and nothing is normalised or refined unless you ask "
-            "for it."
-        )
+        if count:
+            yield f"{statistic} exceeds the threshold in {count} of {len(solved)} matrices."
+        else:
+            below = f"{statistic} stays below the threshold in all {len(solved)} matrices"
+            yield f"{below}: nothing is normalised or refined unless you ask for it."
     ridges = report.having("amplification").sort_values("amplification", ascending=False)
     large = ridges[ridges.amplification > LARGE]
     if len(large):
         modules = [module for module, _ in Counter(map(module_of, large.tensor)).most_common()]
-        worst = large.head(3)
-        named = [f"{a:.3g} in {b}" for a, b in zip(worst.amplification, worst.label, strict=True)]
+        worst = zip(large.amplification[:3], large.label, strict=False)
+        named = [f"{amplification:.3g} in {label}" for amplification, label in worst]
         yield (
             f"The merge is larger than what the experts hold in {len(large)} of {len(ridges)} "
-            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. A ridge that "
-            "is too small amplifies noise there; leave epsilon_scale out, or raise epsilon for "
-            "these tensors by a filter."
+            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. The ridge is too "
+            "small there: leave epsilon_scale out, or raise epsilon by a filter."
         )
 
 

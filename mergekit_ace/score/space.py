@@ -92,7 +92,7 @@ class SearchedMerge:
             content.pop("out_dtype", None)
             content["parameters"].pop("report", None)
             write_text(path, yaml.safe_dump(content, sort_keys=False))
-            self._folders.append(merge_once(path, out, quiet=quiet))
+            self._folders.append(merge_once(path, path.with_suffix(""), quiet=quiet))
             self._tensors = self._tensors or [*read_headers(Path(self._folders[0]))]
 
     def load(self, module: Any, base: Weights, config: ScoreConfig) -> None:

@@ -260,4 +260,5 @@ def test_a_missing_extra_and_a_folder_with_other_things_are_named(settings, tmp_
         found = run(settings, tmp_path / "notes", *flags, fails=True)
         assert "holds other things than a search" in found
     monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, module.__name__)
     assert "pip install 'mergekit-ace[search]'" in run(settings, tmp_path / "best", fails=True)
