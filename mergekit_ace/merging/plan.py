@@ -83,8 +83,9 @@ def input_files(plan: PlannedMerge) -> set[Path]:
 
 def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     """Return what a merge depends on, as JSON; where it has changed, the merge is not resumed."""
-    reports = {Path(path).expanduser().resolve() for path in plan.named_paths("report")}
-    files = {path for path in input_files(plan) if path.is_file() and path.resolve() not in reports}
+    reports = [Path(path).expanduser().resolve() for path in plan.named_paths("report")]
+    written = {*reports, *(path.with_name(f"{path.name}.partial") for path in reports)}
+    files = {path for path in input_files(plan) if path.is_file() and path.resolve() not in written}
     named = plan.named_paths(*FILE_PARAMETERS)  # folders among them
     flags = plan.options.model_dump(exclude=set(_FREE_FLAGS))
     return {

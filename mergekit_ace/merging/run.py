@@ -54,11 +54,12 @@ def run_shards(
         unplanned: treatment of tensors that mergekit's architecture does not plan.
     """
     start, path = time.monotonic(), Path(os.path.abspath(out))
-    if options.multi_gpu or options.async_write or options.write_threads != 1:
-        said = "instead of --multi-gpu, --gpu-rich, --async-write and --write-threads, give "
-        raise ConfigError(f"{said}--workers N, with --cuda for a GPU each")
-    if not options.safe_serialization:
-        raise ConfigError("a result is written in safetensors: leave out --no-safe-serialization")
+    side_by_side = options.multi_gpu or options.async_write or options.write_threads != 1
+    if side_by_side or not options.safe_serialization:
+        raise ConfigError(
+            "leave out --multi-gpu, --gpu-rich, --async-write, --write-threads (give --workers N, "
+            "with --cuda for a GPU each) and --no-safe-serialization"
+        )
     anew = overwrite is True
     check_own(path, overwrite=anew)
     with locked(path), own_loaders():

@@ -40,10 +40,7 @@ def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) ->
     if lines is not None:
         report = Report(read_records(lines))
         _check_same_merge(folder, config, report)
-        try:
-            known = card.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{card} cannot be read: {error}; save it as UTF-8") from error
+        known = card.read_text(encoding="utf-8")
         text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL).rstrip()
         section = "\n\n".join([BEGIN, *_section(report, config, seed), END])
         write_text(card, f"{text}\n\n{section}\n")

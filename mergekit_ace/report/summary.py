@@ -53,7 +53,8 @@ def read_records(path: Path) -> list[Record]:
             f"line {number} of {path} is not the line of a report: {what}; remove it, or give the "
             "file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return list(records.values())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import tiny_llama
+from checkpoints import configure, tiny_llama
 from commands import command, run_config
 from filelock import FileLock
 from peft_models import (
@@ -18,7 +18,6 @@ from peft_models import (
     compare_changes,
     config_of,
     dense_changes,
-    edit_config,
     edit_tensors,
     train_by_chance,
 )
@@ -176,6 +175,6 @@ def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     for config in (config_of(family[:3], "ace"), config_of(family, "ace", **{"lambda": 0.5})):
         assert several not in run(config, tmp_path, "--overwrite")
     path = shutil.copytree(family[1], tmp_path / "other")
-    edit_config(path, {"base_model_name_or_path": "some/other-model"})
+    configure(path, "adapter_config.json", base_model_name_or_path="some/other-model")
     run(config_of([family[0], str(path)], "ace"), tmp_path, "--overwrite")
     assert f"the adapter {path} was trained on some/other-model, not on" in caplog.text

@@ -117,11 +117,8 @@ def test_the_same_config_gives_the_same_weights(family, compare, method, paramet
     compare(config, family[0], *["merge"] * no_adapter)
 
 
-KINDS = [case for case in CASES if CASES[case][0] is not tied_llama]
-
-
 @pytest.mark.parametrize(
-    ("case", "method"), [*((case, "ace_relative") for case in KINDS), ("table", "ace")]
+    ("case", "method"), [*((case, "ace_relative") for case in CASES), ("table", "ace")]
 )
 def test_every_kind_is_merged_as_full_models(compare, tmp_path, case, method):
     """What adapters have by their layers, `side: auto`, has to be said of full models."""

@@ -9,20 +9,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import tiny_llama
-from peft_models import (
-    Convolution,
-    Trained,
-    edit_config,
-    edit_tensors,
-    read,
-    train_by_chance,
-    trained,
-)
-from torch import Tensor
+from checkpoints import configure, tiny_llama
+from peft_models import CASES, Trained, edit_tensors, read, train_by_chance
+from torch import Tensor, nn
 
 from mergekit_ace.naming import ConfigError, FileError
 
+CONFIG = "adapter_config.json"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
@@ -30,7 +23,8 @@ A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Trained:
-    return trained("linear", tmp_path_factory.mktemp("good"))
+    build, options = CASES["linear"]
+    return train_by_chance(build, tmp_path_factory.mktemp("good"), **options)
 
 
 @pytest.fixture
@@ -54,7 +48,7 @@ def folder(made, tmp_path) -> Path:
 )
 def test_settings_that_change_nothing(made, folder, monkeypatch, values):
     """And the code that a config names is not imported."""
-    edit_config(folder, values)
+    configure(folder, CONFIG, **values)
     monkeypatch.syspath_prepend(folder)
     (folder / "this_would_run.py").write_text("raise SystemExit")
     weights = {name: tensor.double() for name, tensor in made.base.state_dict().items()}
@@ -132,25 +126,31 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), [*CONFIGS, *TENSORS])
-def test_what_cannot_be_merged(folder, change, words):
-    edit = edit_config if (change, words) in CONFIGS else edit_tensors
-    edit(folder, change)
+@pytest.mark.parametrize(("change", "words"), CONFIGS)
+def test_configs_that_cannot_be_merged(folder, change, words):
+    configure(folder, CONFIG, **change)
+    refuse(folder, *words)
+
+
+@pytest.mark.parametrize(("change", "words"), TENSORS)
+def test_tensors_that_cannot_be_merged(folder, change, words):
+    edit_tensors(folder, change if callable(change) else lambda tensors: tensors.update(change))
     refuse(folder, *words)
 
 
 def test_a_scale_of_zero_is_warned_of(folder, caplog):
-    edit_config(folder, {"lora_alpha": 0})
+    configure(folder, CONFIG, lora_alpha=0)
     read(folder)
     assert "adapter_config.json has a `lora_alpha` or an `alpha_pattern` of 0" in caplog.text
 
 
 def test_saved_modules_of_a_larger_vocabulary(tmp_path):
-    trained("saved", tmp_path)
+    build, options = CASES["saved"]
+    train_by_chance(build, tmp_path, **options)
     network = tiny_llama(vocab_size=41)
     refuse(tmp_path, "(40, 32)", "(41, 32)", "vocabulary", network=network)
 
 
-def test_a_convolution(tmp_path):
-    train_by_chance(Convolution, tmp_path, target_modules=["line", "proj"], r=2)
-    refuse(tmp_path, "line is a Conv1d", "merge_and_unload", network=Convolution())
+def test_a_convolution(folder):
+    network = nn.ModuleDict({"q_proj": nn.Conv1d(4, 5, 3)})
+    refuse(folder, "q_proj is a Conv1d", "merge_and_unload", network=network)

@@ -75,20 +75,15 @@ def test_an_input_truncated_later(tmp_path, own, monkeypatch):
     assert "changed since then: " in refusal(config, out, *SHARDS)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--multi-gpu",), "with --cuda for a GPU each"),
-        (("--async-write",), "with --cuda for a GPU each"),
-        (("--write-threads", "2"), "with --cuda for a GPU each"),
-        (("--no-safe-serialization",), "leave out --no-safe-serialization"),
-        (("--out-shard-size", "1.5GB"), "Invalid value for '--out-shard-size'"),
-    ],
-)
-def test_flags_that_are_refused(tmp_path, llamas, merge, flags, message):
-    assert message in merge(ace_config(llamas), *flags, fails=True)
+@pytest.mark.parametrize("flag", ["multi-gpu", "async-write", "no-safe-serialization"])
+def test_flags_that_are_refused(tmp_path, llamas, merge, flag):
+    said = merge(ace_config(llamas), f"--{flag}", fails=True)
+    assert "(give --workers N, with --cuda for a GPU each)" in said
+    assert f"--{flag}" in said
+    assert f"--{flag}" not in command("--help")
+    said = merge(ace_config(llamas), "--out-shard-size", "1.5GB", fails=True)
+    assert "Invalid value for '--out-shard-size'" in said
     assert not (tmp_path / "merged").exists()
-    assert flags[0] not in command("--help") or message.startswith("Invalid")
 
 
 @pytest.mark.parametrize(("method", "key"), [("ace", "dtype"), ("task_arithmetic", "out_dtype")])

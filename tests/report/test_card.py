@@ -94,7 +94,7 @@ def test_errors(merged):
     said = card(out, change(report, models=paths[1:], method="tsv_m"), fails=True)
     assert "another merge: by tsv_m of" in said
     (out / "README.md").unlink()
-    assert "README.md cannot be read" in card(out, change(report, method="ace"), fails=True)
+    assert "README.md" in card(out, change(report, method="ace"), fails=True)
     (out / "mergekit_config.yml").unlink()
     assert "without --no-write-model-card" in card(out, report, fails=True)
 

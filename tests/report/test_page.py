@@ -145,7 +145,7 @@ def test_what_is_drawn_are_the_numbers_of_the_report():
 def test_a_page_that_cannot_be_written(tmp_path):
     report = tmp_path / "r.jsonl"
     report.write_text(json.dumps(made_line("a", [1.0])) + "\n")
-    assert "the page would replace" in command("report", report, report, fails=True)
+    assert f"{report}, which is read" in command("report", report, report, fails=True)
     assert json.loads(report.read_text())["tensor"] == "a"
     assert "none/r.html" in command("report", report, tmp_path / "none" / "r.html", fails=True)
     report.write_bytes(b"\xff")
