@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.saving import LOCK_FILE, file_states, locked, package_versions, write_text
-from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.merging.run import run_shards
 from mergekit_ace.naming import ConfigError, short_names
 from mergekit_ace.score.config import ScoreConfig, ScoredExpert
