@@ -20,7 +20,7 @@ from peft_models import train_by_chance
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
 from mergekit_ace.calibration import calibrate as calibrate_module
-from mergekit_ace.calibration.layers import SampleTeacher, calibrated_layers
+from mergekit_ace.calibration.calibrate import SampleTeacher, calibrated_layers
 from mergekit_ace.files.saving import LOCK_FILE
 from mergekit_ace.training.tasks import write_own_texts
 

@@ -13,14 +13,14 @@ from checkpoints import LLAMA, fine_tuned, tiny, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from mergekit_ace.calibration.calibrate import comparison_batch
-from mergekit_ace.calibration.layers import (
+from mergekit_ace.calibration.calibrate import (
     RIDGE,
     SCALES,
     WRITERS,
     SampleTeacher,
     calibrated_layers,
     choose_scale,
+    comparison_batch,
     decoder_steps,
     scaled_weights,
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertForSequenceClassification,
+    CLIPModel,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
     GPT2LMHeadModel,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -143,6 +147,26 @@ def resnet_family(folder: Path, **settings) -> dict:
     """Convolutions, with BatchNorm and without embeddings."""
     columns = {"image": "pixels"}
     return _classifiers(folder, ResNetForImageClassification, RESNET, pixels, columns, **settings)
+
+
+PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
+
+
+def clip_family(folder: Path) -> dict:
+    """A whole CLIP, and image towers of it, one without a projection."""
+    text = SMALL | {"eos_token_id": 3, "projection_dim": 12}
+    vision = VIT | {"num_channels": 3, "projection_dim": 12}
+    base = tiny(CLIPModel, text_config=text, vision_config=vision, projection_dim=12)
+    base.save_pretrained(folder / "base")
+    kinds = (CLIPVisionModelWithProjection, CLIPVisionModel)
+    towers = [kind.from_pretrained(folder / "base") for kind in kinds]
+    towers = [fine_tuned(tower, seed=k, scale=0.1) for k, tower in enumerate(towers)]
+    task, row = "zero-shot-image-classification", partial(pixels, channels=3)
+    config = save_trained(folder, task, base, towers, row, {"image": "pixels"})
+    tokenizer().save_pretrained(folder / "base")
+    for expert, prompts in zip(config["models"], PROMPTS, strict=True):
+        expert["data"]["prompts"] = prompts
+    return config
 
 
 def image_distillation(folder: Path) -> tuple[dict, dict]:

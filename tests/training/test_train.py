@@ -4,45 +4,62 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 from accelerate.state import AcceleratorState
+from checkpoints import rewrite
 from families import (
     answered,
     bert_family,
     changed,
+    clip_family,
+    gpt2_family,
     llama_family,
     log_of,
     logits_by_hand,
     merge_of,
+    mixtral_family,
     parsed,
     resnet_family,
     tensors,
+    tokenizer,
     train,
     vit_family,
 )
+from mergekit.options import MergeOptions
 from peft_models import train_by_chance
+from reference import task_vector_error
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import normalize
+from transformers import AutoModelForCausalLM, CLIPModel, CLIPVisionModel, MixtralForCausalLM
 
+from mergekit_ace.check.check import check_merge
 from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.naming import ConfigError, is_running_statistic
 from mergekit_ace.training import train as train_module
 from mergekit_ace.training.family import load_family
 from mergekit_ace.training.models import claim_models
 from mergekit_ace.training.state import TrainingRun
-from mergekit_ace.training.tasks import model_kind
+from mergekit_ace.training.tasks import MODEL_KINDS
 from mergekit_ace.training.train import Objective, Score
 
 load = AutoModelForCausalLM.from_pretrained
+REFINED = {"epsilon": 1e-3, "spectral_refinement": "always"}
 
 
 def losses_of(out: Path) -> list[float]:
     return [line["validation_loss"] for line in log_of(out) if "validation_loss" in line]
+
+
+def with_basis(config: dict, basis: str, **parameters) -> dict:
+    return {**config, "basis": basis, **({basis: parameters} if parameters else {})}
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +77,12 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     assert torch.equal(again.coefficients, file.coefficients)
     predicted = again.learner(again.statistics, again.depths)
     torch.testing.assert_close(predicted, again.coefficients, msg="the learner's are the file's")
-    merged = mergekit_yaml(merge_of(out))
     uniform = "uniform (mean of the experts)"
     names = ["each expert on its own", "base model", uniform, "StatsMerging"]
     assert list(file.contents.scores) == names
     # labels and scores are what experts and merged checkpoint answer alone
-    losses, shares, result = [], [], load(merged, dtype=torch.float64).eval()
+    losses, shares = [], []
+    result = load(mergekit_yaml(merge_of(out)), dtype=torch.float64).eval()
     for row, expert in enumerate(llama["models"]):
         teacher = load(expert["model"], dtype=torch.float64).eval()
         logs, right = [], []
@@ -98,8 +115,6 @@ def test_the_base_answers_the_rehearsal(llama, tmp_path):
     header, _, samples, *_ = (tmp_path / "1" / "scores.md").read_text().splitlines()
     assert header == "| accuracy on the test split | mean | task0 | task1 | rehearsal | loss |"
     assert samples == "| samples | 4 | 2 | 2 | 2 |  |"
-    own, unchanged, *_ = (score["accuracy"] for score in files[1].contents.scores.values())
-    assert unchanged[-1] == pytest.approx(own[-1])
     assert 0 <= logs[1][-1]["validation_rehearsal"] <= 1
     base = load(llama["base_model"]).eval()
     for sample in answered(tmp_path / "1", 2)["test"]:
@@ -116,7 +131,7 @@ def test_the_base_answers_the_rehearsal(llama, tmp_path):
 )
 def test_coefficients_in_common(llama, tmp_path, granularity, kind, partner, count):
     config = {**llama, "granularity": granularity, "learner": {"hidden": 8, "input": kind}}
-    file = train(changed(config, learning_rate=0.03), tmp_path / "out")
+    file = train(changed(config, learning_rate=0.03, max_steps=3), tmp_path / "out")
     for name, column in file.columns.items():
         other = file.columns[partner(name)]
         assert torch.equal(file.coefficients[:, column], file.coefficients[:, other])
@@ -154,15 +169,13 @@ def test_the_kept_network_is_that_of_the_best_evaluation(llama, tmp_path, monkey
 
     monkeypatch.setattr(Objective, "score", scripted)
     results = []
-    for steps in (5, 2):
+    for name, steps, patience in (("whole", 5, 20), ("best", 2, 20), ("patient", 50, 2)):
         seen.clear()
-        config = changed(llama, evaluate_every=1, epochs=2, max_steps=steps)
-        results.append(train(config, tmp_path / str(steps)).coefficients)
-    assert losses_of(tmp_path / "5") == losses
-    assert torch.equal(*results)
-    seen.clear()
-    train(changed(llama, evaluate_every=1, epochs=50, patience=2), tmp_path / "patient")
+        settings = {"evaluate_every": 1, "epochs": 50, "max_steps": steps, "patience": patience}
+        results.append(train(changed(llama, **settings), tmp_path / name).coefficients)
+    assert losses_of(tmp_path / "whole") == losses
     assert losses_of(tmp_path / "patient") == losses[:5], "two without improvement"
+    assert all(torch.equal(one, results[1]) for one in results)
 
 
 def test_a_loss_that_is_no_number_names_the_task(llama, tmp_path, monkeypatch):
@@ -176,7 +189,7 @@ def test_a_penalty_keeps_coefficients_where_they_start(llama, tmp_path):
     config = {**llama, "learner": {"input": "direct", "activation": "softmax"}}
     away = []
     for penalty in (0.0, 1e4):
-        penalised = changed(config, epochs=3, learning_rate=0.02, penalty=penalty)
+        penalised = changed(config, learning_rate=0.02, penalty=penalty)
         file = train(penalised, tmp_path / f"out{penalty}")
         away.append(float((file.coefficients - 0.5).abs().mean()))
     assert 0 < 2 * away[1] < away[0]
@@ -192,7 +205,7 @@ def test_classifiers_with_heads_of_their_own(tmp_path, mergekit_yaml, family):
     kept = [name for name in base if name.endswith("bias")]
     assert kept
     assert all(torch.equal(got[name], base[name]) for name in kept)
-    kind, shares, buffers = model_kind(config["task"]), [], []
+    kind, shares, buffers = MODEL_KINDS[config["task"]], [], []
     for row, expert in enumerate(config["models"]):
         model = getattr(transformers, kind.auto_class).from_pretrained(expert["model"])
         buffers.append({n: b.clone() for n, b in model.base_model.named_buffers()})
@@ -206,6 +219,40 @@ def test_classifiers_with_heads_of_their_own(tmp_path, mergekit_yaml, family):
     for name in filter(is_running_statistic, got):  # BatchNorm's are the mean of the experts'
         mean = sum(own[name] for own in buffers) / len(buffers)
         torch.testing.assert_close(got[name], mean)
+
+
+@torch.no_grad()
+def clip_by_hand(folder: str, tower: CLIPVisionModel, pixels: Tensor, prompts: list) -> Tensor:
+    """What CLIP answers to images, where a class with several prompts has their mean."""
+    model, words = CLIPModel.from_pretrained(folder).eval(), tokenizer()
+    rows = []
+    for texts in ([p] if isinstance(p, str) else p for p in prompts):
+        each = [model.text_model(**words(t, return_tensors="pt")).pooler_output for t in texts]
+        rows.append(sum(normalize(model.text_projection(e), dim=-1)[0] for e in each))
+    seen = model.visual_projection(tower.eval()(pixel_values=pixels).pooler_output)
+    return (normalize(seen, dim=-1) @ normalize(torch.stack(rows), dim=-1).T).argmax(-1)
+
+
+def test_image_towers_of_clip_with_prompts_as_heads(tmp_path, mergekit_yaml):
+    """Labels are the answers of each tower with its prompts, and scores those of the merge."""
+    config, out = clip_family(tmp_path), tmp_path / "out"
+    scores = train(config, out).contents.scores
+    merged = mergekit_yaml(merge_of(out))
+    tower, info = CLIPVisionModel.from_pretrained(merged, output_loading_info=True)
+    assert not info["missing_keys"]
+    shares, folder = [], config["base_model"]
+    for row, expert in enumerate(config["models"]):
+        own = CLIPVisionModel.from_pretrained(expert["model"])
+        samples, prompts = answered(out, row)["test"], expert["data"]["prompts"]
+        seen = torch.cat([sample["pixel_values"] for sample in samples])
+        answers = torch.cat([sample["hard"] for sample in samples])
+        assert torch.equal(clip_by_hand(folder, own, seen, prompts), answers)
+        mine = clip_by_hand(folder, tower, seen, prompts)
+        shares.append(float((mine == answers).float().mean()))
+    assert scores["StatsMerging"]["accuracy"] == pytest.approx(shares)
+    rewrite(folder, lambda tensors: tensors.pop("visual_projection.weight"))
+    with pytest.raises(ConfigError, match="give a whole CLIPModel with its tokenizer"):
+        train(config, tmp_path / "other")
 
 
 def test_experts_that_are_adapters(llama, tmp_path, mergekit_yaml):
@@ -240,3 +287,114 @@ def test_the_first_gradient_is_nearly_that_of_float32(llama, tmp_path):
         assert (rough - exact).norm() <= 0.05 * exact.norm(), settings
     whole = first_gradient({**llama, "granularity": "task"}, tmp_path / "task")
     torch.testing.assert_close(whole, exact.sum(1, keepdim=True), msg="it adds up over tensors")
+
+
+def weights(folder: str | Path, family) -> dict[str, Tensor]:
+    """Tensors on disk; in memory where they are packed otherwise there."""
+    if family is not mixtral_family:
+        return tensors(folder)
+    return dict(MixtralForCausalLM.from_pretrained(folder).requires_grad_(False).named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "basis", "parameters"),
+    [
+        (llama_family, "ace_relative", {"centred": True}),
+        (gpt2_family, "ace", {}),
+        (gpt2_family, "ace_plus", {}),
+        (bert_family, "ace_relative", {}),
+        (vit_family, "ace", REFINED),
+        (mixtral_family, "ace", REFINED),
+        (mixtral_family, "task_vector", {}),
+    ],
+)
+def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, family, basis, parameters):
+    """Every tensor of the merge is what the model in training had."""
+    config, out = with_basis(family(tmp_path), basis, **parameters), tmp_path / "out"
+    file = train(changed(config, max_steps=1), out)
+    assert file.coefficients.shape[0] == 2 + (basis == "ace")
+    generator = torch.Generator().manual_seed(0)  # whatever was learned in one step
+    file.coefficients += 0.5 * torch.randn(file.coefficients.shape, generator=generator)
+    file.save(out / "coefficients.safetensors")
+    merge = merge_of(out)
+    merged, base = (weights(f, family) for f in (mergekit_yaml(merge), merge["base_model"]))
+    experts = [weights(m["model"], family) for m in merge["models"] if basis == "task_vector"]
+    compared = 0
+    for name, tensor in merged.items():
+        column = file.columns.get(name)
+        if column is None:
+            assert torch.equal(tensor, base[name])
+            continue
+        parts = [expert[name].double() - base[name].double() for expert in experts]
+        if not experts:
+            stored = load_file(out / "state" / "components" / f"{column:05d}.safetensors")
+            parts = [stored[str(row)].double() for row in range(len(stored))]
+        pairs = zip(file.coefficients[:, column].tolist(), parts, strict=True)
+        total = sum(value * part for value, part in pairs)
+        expected = base[name].double() + total
+        if total.any():
+            rounding = 2**-23 * float(expected.norm() / total.norm())
+            assert task_vector_error(tensor, expected, base[name]) <= 1e-4 + rounding, name
+            compared += 1
+    assert compared > 10
+
+
+def test_training_starts_at_the_merge(llama, tmp_path, mergekit_yaml):
+    """With all coefficients 1 the file merges as the method does without it."""
+    config = with_basis(llama, "ace", **REFINED)
+    file = train(changed(config, learning_rate=1e-12, max_steps=1), tmp_path / "out")
+    torch.testing.assert_close(file.coefficients, torch.ones_like(file.coefficients))
+    plain, learned = list(file.contents.scores.items())[-2:]
+    assert (plain[0], learned[0]) == ("ace, without data", "ace, coefficients")
+    assert learned[1]["loss"] == pytest.approx(plain[1]["loss"])
+    merge = merge_of(tmp_path / "out")
+    with_file = tensors(mergekit_yaml(merge, out="with"))
+    del merge["parameters"]["coefficients"]
+    merge["models"] = [{"model": model["model"]} for model in merge["models"]]
+    for name, tensor in tensors(mergekit_yaml(merge, out="without")).items():
+        torch.testing.assert_close(with_file[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def relative(llama, tmp_path_factory) -> dict:
+    """The `merge.yml` of a training over components of `ace_relative`."""
+    out = tmp_path_factory.mktemp("relative") / "out"
+    train(changed(with_basis(llama, "ace_relative"), max_steps=1), out)
+    return merge_of(out)
+
+
+def findings(config: dict, folder: Path) -> list:
+    (folder / "changed.yml").write_text(yaml.safe_dump(config))
+    return check_merge(folder / "changed.yml", MergeOptions()).findings
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "count", "message"),
+    [
+        ("statsmerging", {}, 2, "learned for components of ace_relative"),
+        ("ace", {}, 2, "write merge_method: ace_relative"),
+        ("ace_relative", {"epsilon": 0.5}, 2, "epsilon: 0.5 instead of None"),
+        ("ace_relative", {"layout": "matrix"}, 2, "layout: matrix instead of auto"),
+        ("ace_relative", {}, 1, "learned for 2 experts together, and there are 1"),
+    ],
+)
+def test_another_merge_is_refused(
+    relative, mergekit_yaml, tmp_path, method, parameters, count, message
+):
+    merge = copy.deepcopy(relative) | {"merge_method": method}
+    known = merge["parameters"] if method == "ace_relative" else {}
+    given = {"coefficients": merge["parameters"]["coefficients"]}
+    merge |= {"parameters": known | given | parameters, "models": merge["models"][:count]}
+    with pytest.raises(ConfigError, match=message):
+        mergekit_yaml(merge)
+    assert any(re.search(message, found.message) for found in findings(merge, tmp_path))
+
+
+@pytest.mark.parametrize(("weights", "count"), [((2.0, 2.0), 0), ((1.0, 0.5), 1)])
+def test_a_check_mentions_weights_that_were_not_trained(relative, tmp_path, weights, count):
+    """Only their ratio matters."""
+    config = copy.deepcopy(relative)
+    for expert, weight in zip(config["models"], weights, strict=True):
+        expert["parameters"]["weight"] = weight
+    told = [f for f in findings(config, tmp_path) if "tokens" not in f.message]
+    assert ["different weights" in f.message for f in told] == [True] * count
