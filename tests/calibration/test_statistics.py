@@ -7,22 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from checkpoints import ace_config, state
 from commands import command, run_config
-from families import (
-    Killed,
-    bert_family,
-    gpt2_family,
-    killed_after,
-    llama_family,
-    mixtral_family,
-    resnet_family,
-    tokenizer,
-    vit_family,
-    write_rows,
-)
 from measured_files import measure
 from naive_peers import naive_fisher, naive_regmean
 from reference import naive_mean, task_vector_error
@@ -66,17 +55,19 @@ def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict:
 def texts(config: dict, number: int) -> list[dict]:
     """The samples of an expert as a user would read them, one by one."""
     lines = Path(config["models"][number]["data"]["path"]).read_text().splitlines()
-    return [dict(tokenizer()(json.loads(line)["text"], return_tensors="pt")) for line in lines]
+    return [
+        dict(families.tokenizer()(json.loads(line)["text"], return_tensors="pt")) for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> dict:
-    return llama_family(tmp_path_factory.mktemp("llama"))
+    return families.llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize(
     ("make", "kind", "count"),
-    [(llama_family, LlamaForCausalLM, 15), (gpt2_family, GPT2LMHeadModel, 8)],
+    [(families.llama, LlamaForCausalLM, 15), (families.gpt2, GPT2LMHeadModel, 8)],
 )
 def test_what_is_measured_and_merged(tmp_path, mergekit_yaml, make, kind, count):
     """Covariances and counts against float64; layers with the same inputs share a covariance.
@@ -100,7 +91,7 @@ def test_what_is_measured_and_merged(tmp_path, mergekit_yaml, make, kind, count)
             packed = found.read(number, f"covariance/{found.tensors[name].inputs}")
             measured = MeasuredCovariance(packed, rows.shape[1]).matrix(rows)
             torch.testing.assert_close(measured, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
-    if make is llama_family:
+    if make is families.llama:
         shared = [found.tensors[f"model.layers.1.self_attn.{n}_proj.weight"].inputs for n in "qkvo"]
         assert shared[0] == shared[1] == shared[2] != shared[3]
 
@@ -141,7 +132,7 @@ def test_what_is_measured_and_merged(tmp_path, mergekit_yaml, make, kind, count)
 
 
 def test_statistics_that_lack_an_expert_or_have_changed(tmp_path):
-    config = llama_family(tmp_path / "family", experts=3)
+    config = families.llama(tmp_path / "family", experts=3)
     paths = [config["base_model"], *(e["model"] for e in config["models"])]
     file = Path(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
     merge = ace_config(paths, merge_method="regmean", parameters={"statistics": str(file)})
@@ -176,7 +167,7 @@ def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(mixtral_family, AutoModelForCausalLM), (vit_family, AutoModelForImageClassification)],
+    [(families.mixtral, AutoModelForCausalLM), (families.vit, AutoModelForImageClassification)],
 )
 def test_every_kind_of_model(tmp_path, make, kind):
     config = make(tmp_path / "family")
@@ -220,8 +211,8 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     """Another one in its folder replaces it only where that is asked for; damage is named."""
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        killed_after(patched, statistics, "measure_expert", 1)
-        with pytest.raises(Killed):
+        families.killed_after(patched, statistics, "measure_expert", 1)
+        with pytest.raises(families.Killed):
             measure(llama, out)
     first, index = out / "experts" / "0-covariances.safetensors", out / "statistics.json"
     assert not index.exists()
@@ -253,19 +244,19 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
 def test_what_cannot_be_measured_or_read(llama, tmp_path, monkeypatch):
     """A ResNet has convolutions, and no linear layer but its head."""
     with pytest.raises(ConfigError, match="nothing of which covariances could be measured"):
-        measure(resnet_family(tmp_path / "family"), tmp_path / "out")
-    images = vit_family(tmp_path / "images")
+        measure(families.resnet(tmp_path / "family"), tmp_path / "out")
+    images = families.vit(tmp_path / "images")
     data = Path(images["models"][0]["data"]["path"])
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[3]["pixels"][0][0][0] = float("nan")
-    write_rows(data, rows)
+    families.write_rows(data, rows)
     with pytest.raises(ConfigError, match=r"expert0 answers NaN or Inf to a sample of data"):
         measure(images, tmp_path / "nan")
     assert not (tmp_path / "nan" / "statistics.json").exists()
     monkeypatch.setattr(statistics, "load_reader", None)  # said before a model is loaded
     with pytest.raises(ConfigError, match="exclude: 'no_such' is part of no name"):
         measure({**llama, "exclude": ["no_such"]}, tmp_path / "out2")
-    config = bert_family(tmp_path / "texts")
+    config = families.bert(tmp_path / "texts")
     config["models"][1].pop("data")
     with pytest.raises(ValueError, match="task1 has no data: add samples of what it is for"):
         StatisticsConfig.model_validate(config)

@@ -11,19 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from checkpoints import configure, rewrite, tiny_llama
 from commands import run_config
-from families import (
-    bert_family,
-    changed,
-    gpt2_family,
-    llama_family,
-    tokenizer,
-    vit_family,
-    write_rows,
-)
 from transformers import BertForSequenceClassification
 
 from mergekit_ace.training import family as family_module
@@ -45,20 +37,20 @@ def train(tmp_path, caplog):
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory) -> dict[str, dict]:
-    made = {"llama": llama_family, "bert": bert_family, "vit": vit_family, "gpt2": gpt2_family}
-    folders = {name: tmp_path_factory.mktemp(name) for name in made}
-    configs = {name: changed(make(folders[name]), max_steps=1) for name, make in made.items()}
-    words = tokenizer()
+def made(tmp_path_factory) -> dict[str, dict]:
+    configs, words = {}, families.tokenizer()
+    for name in ("llama", "bert", "vit", "gpt2"):
+        configs[name] = getattr(families, name)(tmp_path_factory.mktemp(name))
+        configs[name]["training"]["max_steps"] = 1
     words.chat_template = TEMPLATE
-    words.save_pretrained(folders["llama"] / "expert0")
+    words.save_pretrained(configs["llama"]["models"][0]["model"])
     return configs
 
 
 def with_rows(config: dict, folder: Path, rows: list[dict], **columns) -> dict:
     """The same training on other data."""
     config = copy.deepcopy(config)
-    path = write_rows(folder / "rows.jsonl", rows)
+    path = families.write_rows(folder / "rows.jsonl", rows)
     for expert in config["models"]:
         expert["data"] = {"path": path, **columns}
     return config
@@ -121,12 +113,12 @@ MODELS = [
 
 @pytest.mark.parametrize(("family", "whose", "change", "message"), MODELS)
 def test_models_that_cannot_be_merged(
-    families, tmp_path, train, monkeypatch, family, whose, change, message
+    made, tmp_path, train, monkeypatch, family, whose, change, message
 ):
     """All but NaN is found before the first model answers."""
     if "NaN" not in message:
         monkeypatch.delattr(family_module, "answer_data")
-    config = with_model(families[family], tmp_path, change, whose)
+    config = with_model(made[family], tmp_path, change, whose)
     assert re.search(message, train(config, fails=True))
 
 
@@ -162,35 +154,33 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("family", "columns", "value", "message"), FITS + WRONG)
-def test_rows_are_read_as_far_as_they_can(
-    tmp_path, train, families, family, columns, value, message
-):
+def test_rows_are_read_as_far_as_they_can(tmp_path, train, made, family, columns, value, message):
     rows = [{"t": f"w{n}", "x": value(n)} for n in range(20)]
-    config = with_rows(families[family], tmp_path, rows, **columns)
+    config = with_rows(made[family], tmp_path, rows, **columns)
     fails = any(message == wrong for *_, wrong in WRONG)
     assert re.search(message, train(config, fails=fails))
 
 
-def test_texts_of_classifiers_are_cut_and_empty_ones_left_out(tmp_path, train, families):
+def test_texts_of_classifiers_are_cut_and_empty_ones_left_out(tmp_path, train, made):
     rows = [{"t": f"w{n} {LONG}" if n else "", "x": 1} for n in range(20)]
-    config = with_rows(families["bert"], tmp_path, rows, **LABELLED)
+    config = with_rows(made["bert"], tmp_path, rows, **LABELLED)
     assert re.search("1[56] of 16 .*: 32, where", train(config))
 
 
-def test_tokens_that_models_do_not_know(tmp_path, train, families):
+def test_tokens_that_models_do_not_know(tmp_path, train, made):
     rows = [{"x": f"w{n} new"} for n in range(20)]
     config, words = (
-        with_rows(families["llama"], tmp_path, rows, **TEXT),
-        tokenizer(mask_token="new"),
+        with_rows(made["llama"], tmp_path, rows, **TEXT),
+        families.tokenizer(mask_token="new"),
     )
     for whose in ("expert0", "expert1", "base"):
         config = with_model(config, tmp_path, words.save_pretrained, whose)
     assert "token number 40, but" in train(config, fails=True)
 
 
-def test_settings_are_checked_before_the_first_model_answers(train, families, monkeypatch):
+def test_settings_are_checked_before_the_first_model_answers(train, made, monkeypatch):
     """Once a mistake is mended, the folder is free."""
-    llama = families["llama"]
+    llama = made["llama"]
     first, last = llama["models"]
     with monkeypatch.context() as patch:
         patch.delattr(family_module, "answer_data")
