@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar, TypeAlias, cast
 import click
 import torch
 from accelerate.hooks import attach_align_device_hook, remove_hook_from_submodules
-from accelerate.utils import send_to_device
 from mergekit.common import ModelReference
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -346,7 +345,7 @@ def _log_probabilities(model: Any, weights: Weights, batch: Batch, device: torch
     """Return log p before supervised tokens, (P, vocabulary); one layer is in memory at a time."""
     attach_align_device_hook(model, device, offload=True, weights_map=weights)
     try:
-        logits = KIND.logits(model, send_to_device(batch, device))
+        logits = KIND.logits(model, {name: one.to(device) for name, one in batch.items()})
     finally:
         remove_hook_from_submodules(model)
     return logits.log_softmax(dim=-1)
@@ -406,7 +405,7 @@ class SampleTeacher:
             ids, tokens = batch["input_ids"], batch["attention_mask"].bool().to(device)
             rows = [table[ids].float().to(device) for table in tables]
             rotary = turn(rows[0], torch.arange(ids.shape[1], device=device)[None])
-            self.batches.append(_Streams(tokens, rotary, *rows))
+            self.batches.append(_Streams(tokens, rotary, rows[0], rows[1]))
 
     def enter(self, merge: nn.Module, own: nn.Module) -> None:
         """Come to a decoder layer of both models."""
