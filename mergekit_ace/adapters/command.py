@@ -89,7 +89,11 @@ def merge_adapters(
         named = one.config.base_model_name_or_path
         if named and not same_name(named, base.model.path):
             LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
-    with headers_only(_checkpoints(network, [base, *own])):
+    headers = {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
+        for name, tensor in network.state_dict().items()
+    }
+    with headers_only([Checkpoint(model, None, headers) for model in (base, *own)]):
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
         with locked(out):
@@ -129,15 +133,6 @@ def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) ->
     there = [name for name in _PARTS if (out / name).exists()]
     if there and not overwrite:
         raise occupied(out, listed(there, 3))
-
-
-def _checkpoints(network: nn.Module, models: Iterable[ModelReference]) -> list[Checkpoint]:
-    """Return models as if each were stored as a base on the meta device is in memory."""
-    headers = {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
-        for name, tensor in network.state_dict().items()
-    }
-    return [Checkpoint(model, None, headers) for model in models]
 
 
 def _plan_tensors(

@@ -63,26 +63,25 @@ class Report:
     """The records of one merge, and what they say of whole models.
 
     Attributes:
-        records: of the tensors that were compared, in the order of depth.
+        records: of the tensors, in the order of depth.
         looked_at: those that `inspect` wrote of all experts; a merge's own report knows less.
-        skipped: names of the other tensors.
+
         stands_in: the title of the method whose decisions are shown in the place of the merge's.
         models, experts: paths and short names of the experts.
     """
 
     def __init__(self, records: Sequence[Record]):
-        compared = [record for record in records if record.matrices]
-        methods = sorted({record.method for record in compared})
+        methods = sorted({record.method for record in records})
         if not methods:
             raise ConfigError("no tensor was compared: give the report of a finished merge")
         if len(methods) > 1:
             said = f"the report is of several merges, by {' and '.join(methods)}; keep those of one"
             raise ConfigError(said)
-        depths = relative_depths([record.name for record in compared])
-        self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
-        self.skipped = [record.name for record in records if not record.matrices]
+        depths = relative_depths([record.name for record in records])
+        self.records = sorted(records, key=lambda r: (depths[r.name], natural_order(r.name)))
+
         method = merge_methods.get(methods[0])
-        other = next((record.decisions_of for record in compared if record.decisions_of), None)
+        other = next((record.decisions_of for record in records if record.decisions_of), None)
         self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name
         self.stands_in = merge_methods.get(other).spec.pretty_name if other else None
         self.about: str = getattr(method, "about", "")
@@ -180,9 +179,6 @@ def summarize(report: Report) -> Iterator[str]:
         )
     yield from _of_experts(report)
     yield from _decisions(report)
-    if report.skipped:
-        names = listed(report.skipped)
-        yield f"{_count(len(report.skipped), 'tensor')} cannot be compared: {names}."
 
 
 def _of_experts(report: Report) -> Iterator[str]:

@@ -138,10 +138,14 @@ class Scoring:
         return scores
 
     def samples(self, exam: Exam, model: Any) -> list[Example]:
-        """Return the texts of an exam, as far as models can read them."""
-        assert exam.data is not None
+        """Return the held-out texts of an exam, as far as models can read them."""
         if exam.samples is None:
-            exam.samples = read_samples(exam.data, model, self.tokenizer)
+            assert exam.data is not None
+            split = exam.data.test_split or exam.data.split
+            rows = read_rows(exam.data.model_copy(update={"split": split}), seed=0)
+            reader = SampleReader(model, KIND, self.tokenizer, exam.data)
+            samples = reader.read(rows, "held-out", BATCH, quiet=True)
+            exam.samples = [sample for sample in samples if "true" in sample]
         return exam.samples
 
     def _write(self, content: dict[str, Any]) -> None:
@@ -221,14 +225,6 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
 
         model = PeftModel.from_pretrained(model, lora.path, revision=lora.revision).eval()
     return model
-
-
-def read_samples(data: DataConfig, model: PreTrainedModel, tokenizer: Any) -> list[Example]:
-    """Read the held-out rows of data as samples, as far as a model can read them."""
-    held_out = data.model_copy(update={"split": data.test_split or data.split})
-    reader = SampleReader(model, KIND, tokenizer, data)
-    samples = reader.read(read_rows(held_out, seed=0), "held-out", BATCH, quiet=True)
-    return [sample for sample in samples if "true" in sample]
 
 
 def sequence_losses(

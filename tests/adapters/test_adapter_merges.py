@@ -40,7 +40,6 @@ from mergekit_ace.training.models import local_folder
 
 SHARDS = ("--out-shard-size", "6K")
 load = AutoModelForCausalLM.from_pretrained
-original = ModelReference.merged
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +54,21 @@ def run(kind: str, config: dict, out: Path, *flags: object, fails: bool = False)
     return run_config(kind, config, out, *own, *flags, fails=fails, quiet=False)
 
 
-def _only_full(self, *arguments, **named):
-    assert self.lora is None, f"{self} was merged into its base"
-    return original(self, *arguments, **named)
+def only_full(model: ModelReference, *_, **__) -> ModelReference:
+    assert model.lora is None, f"{model} was merged into its base"
+    return model
 
 
-def merged(kind: str, config: dict, base: str, out: Path, *flags: object) -> dict[str, Tensor]:
+def merged(kind: str, config: dict, base: str, out: Path) -> dict[str, Tensor]:
     """The weights that a command makes, of the base with the merged adapter."""
+    weights = Path(base, "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelReference, "merged", _only_full)
+        patch.setattr(ModelReference, "merged", only_full)
         if kind == "merge":
-            run(kind, config, out, *flags)
+            run(kind, config, out)
             return load(out).state_dict()
-        weights = Path(base, "model.safetensors")
         hidden = weights.rename(f"{weights}.hidden")
-        run(kind, config, out, *flags)
+        run(kind, config, out)
         hidden.rename(weights)
     return PeftModel.from_pretrained(load(base), out).merge_and_unload().state_dict()
 
@@ -141,16 +140,11 @@ def test_coefficients(family, compare, tmp_path):
     compare(config_of(family, "ace_relative", coefficients=path), family[0])
 
 
-def test_a_base_that_takes_part(family, compare):
-    config = config_of(family, "linear", weight=0.3)
+def test_a_merged_adapter_merges_again_beside_the_base(family, compare, tmp_path):
+    run("adapter", config_of(family[:3], "ace"), tmp_path / "first")
+    config = config_of([family[0], str(tmp_path / "first"), family[3]], "linear", weight=0.3)
     config["models"].append({"model": family[0], "parameters": {"weight": 0.5}})
     compare(config, family[0])
-
-
-def test_a_merged_adapter_merges_again(family, compare, tmp_path):
-    run("adapter", config_of(family[:3], "ace"), tmp_path / "first")
-    paths = [family[0], str(tmp_path / "first"), family[3]]
-    compare(config_of(paths, "ace"), family[0])
 
 
 def test_layers_elsewhere_and_full_models(family, compare, tmp_path):

@@ -21,11 +21,9 @@ from mergekit.options import MergeOptions
 from sharded import assert_same, command, finished, reported, save_llamas, tensors_of, write_config
 from tqdm import tqdm
 
-from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging import workers
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.merging.run import run_shards
-from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeJob, Shard, compute_shard
 from mergekit_ace.merging.workers import assign_gpus
 
 SHARDS = ("--out-shard-size", "6000", "--quiet")
@@ -193,11 +191,9 @@ def test_gpus(monkeypatch):
     assert assign_gpus("cuda", 3) == ["2", "5", "2"]
 
 
-def test_other_packages(tmp_path):
+def test_other_packages(llamas, merge, monkeypatch):
     """On a node of a cluster that was set up at another time."""
-    versions = {**package_versions(*MERGE_PACKAGES), "torch": "0.1"}
-    job = MergeJob(MergeOptions(), None, None, str(tmp_path), versions=versions)
-    result = compute_shard(job, Shard(3, "model.safetensors", (), {}))
-    assert "a worker has other packages" in result.error
-    assert "'torch': '0.1'" in result.error
-    assert not list(tmp_path.iterdir())
+    versions = iter([{"torch": "0.1"}, {"torch": "0.2"}])  # of the driver, and of its worker
+    monkeypatch.setattr("mergekit_ace.merging.shards.package_versions", lambda *_: next(versions))
+    text = merge(ace_config(llamas), fails=True)
+    assert "a worker has other packages ({'torch': '0.2'}) than the driver" in text

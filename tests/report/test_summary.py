@@ -13,8 +13,6 @@ from lines import layers, made_line, report_of
 
 from mergekit_ace.report.summary import Report, read_records, summarize
 
-SKIPPED = {"tensor": "a", "method": "ace", "shape": [], "layout": "", "models": []}
-
 
 def write(path: Path, lines: list[dict]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -39,7 +37,6 @@ NO_LINE = "of {path} is not the line of a report: "
             lambda text: text + json.dumps(made_line("b", [1.0, 2.0], method="tsv_m")),
             "the report is of several merges, by ace and tsv_m; keep those of one",
         ),
-        (lambda text: json.dumps(SKIPPED | {"skipped": "why"}), "no tensor was compared"),
     ],
 )
 def test_files_that_are_no_reports(tmp_path, change, message):
@@ -74,7 +71,7 @@ def test_lines_are_read_as_they_come(tmp_path):
 KEPT = ("tensor", "method", "shape", "layout", "models", "rule", "weight", "tau", "changed")
 ALIKE = [[1.0, 0.97], [0.97, 1.0]]
 OPPOSED = [[1.0, -0.5], [-0.5, 1.0]]
-ODD = ("barely", "opposite", "larger than", "base at all", "cannot be compared", "left out")
+ODD = ("barely", "opposite", "larger than", "base at all", "left out")
 WORDS = {  # lines, what they say, and what they do not say
     "ordinary": (
         [*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")],
@@ -126,11 +123,6 @@ WORDS = {  # lines, what they say, and what they do not say
             "leave epsilon_scale out, or raise epsilon",
         ],
         ["q_proj"],
-    ),
-    "skipped": (
-        [made_line("a", [1]), {**SKIPPED, "skipped": "the base lacks it"}],
-        ["1 tensor cannot be compared: a."],
-        [],
     ),
     "merge": (  # which tells less than an inspection, and solves nothing
         [{name: line[name] for name in KEPT} for line in layers(2, [1, 2], rule="tsv_m")],
