@@ -37,6 +37,7 @@ except ImportError as missing:
     raise ConfigError("`search` needs Optuna: pip install 'mergekit-ace[search]'") from missing
 
 STUDY, LOCK = "study.db", "search.lock"
+STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
 FEWEST = 8  # texts, half of which are for the test
 FINALISTS, PLAIN_FINALISTS = 5, 2  # trials that read all validation texts; those of one λ alone
 
@@ -122,10 +123,7 @@ class _Search:
                        for name, one in merge.ranges.items()}  # fmt: skip
         for exam in self.scoring.exams:
             if (count := len(self.scoring.samples(exam, self.module))) < FEWEST:
-                raise ConfigError(
-                    f"{exam.name} has {count} texts; a search needs at least {FEWEST}, half of "
-                    "which are for the test"
-                )
+                raise ConfigError(f"{exam.name} has {count} texts; a search needs {FEWEST}")
         *experts, keep = self.scoring.exams
         gaining = [exam for exam in experts if self._gains(exam.name)]
         if "kept" in self.config.aims and not gaining:
@@ -206,9 +204,14 @@ class _Search:
         if len(begun) >= self.config.trials:
             return None
         tried = [one.params.items() for one in begun]
-        weights = {name: 1.0 for name in self.ranges if name.startswith("weight.")}
-        merges = self.merges.values()
-        starts = [weights | start for merge in merges for start in merge.starts()]
+        weights = [name for name in self.ranges if name.startswith("weight.")]
+        low, high = self.config.search.scale
+        starts: list[dict[str, Any]] = [
+            {"merge": merge, **dict.fromkeys(self.ranges, scale), **dict.fromkeys(weights, 1.0)}
+            for merge in self.merges
+            for scale in STARTS
+            if low <= scale <= high
+        ]
         left = [one for one in starts if not any(one.items() <= items for items in tried)]
         if left:
             self.study.enqueue_trial(left[0])
@@ -323,8 +326,7 @@ class _Search:
         ]
         if best["validation"]["forgot"][0] > budget:
             lines.append(
-                f"On the validation texts every merge forgets more than {budget:g} nats "
-                "(`budget`): lower the range of `lambda`, or raise the budget."
+                f"Every merge forgets more than {budget:g} nats (`budget`); lower `lambda`."
             )
         frontier = self.study.best_trials if self.config.aim == "frontier" else ()
         front = {one.number for one in frontier}

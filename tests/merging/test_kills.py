@@ -91,7 +91,7 @@ class Driver:
         _, alive = psutil.wait_procs(workers, timeout=30)  # forked, they have its lock
         assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
-    def check(self, before: dict[str, int]) -> None:
+    def check(self, before: dict[str, tuple[int, int]]) -> None:
         """Compare with the result without any kill; the report has every tensor."""
         after = finished(self.out)
         assert {name: after[name] for name in before} == before

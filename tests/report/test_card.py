@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 from checkpoints import ace_config, add, save_family, tiny_llama
-from coefficient_files import make_file
 from commands import command
 from huggingface_hub import ModelCard
 from hypothesis import example, given
@@ -35,8 +34,10 @@ def merged(tmp_path, mergekit_yaml) -> tuple[Path, Path, list[str]]:
     add(paths[1], model__norm__weight=norm)
     Path(paths[0], "generation_config.json").write_text(GENERATION)
     report = tmp_path / "ace.jsonl"
-    out = mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    return out, report, paths
+    config = ace_config(paths, parameters={"report": str(report)})
+    weights = [{"filter": "q_proj", "value": 2.0}, {"value": 1.0}]
+    config["models"][0]["parameters"] = {"weight": weights}
+    return mergekit_yaml(config), report, paths
 
 
 def card(out: Path, report: Path, *flags: str, fails: bool = False) -> str:
@@ -56,8 +57,8 @@ def test_what_the_section_says(merged):
     assert "12 tensors of 2 experts" in text
     base, *experts = (load_file(Path(p) / "model.safetensors") for p in paths)
     squares = [sum(float((e[n] - base[n]).square().sum()) for n in base) for e in experts]
-    for path, square in zip(paths[1:], squares, strict=True):
-        assert f"| {path} | 1 | {square**0.5:.3g} | {square / sum(squares):.0%} |" in text
+    for path, weight, square in zip(paths[1:], ("1 to 2", "1"), squares, strict=True):
+        assert f"| {path} | {weight} | {square**0.5:.3g} | {square / sum(squares):.0%} |" in text
     parsed = ModelCard.load(out / "README.md")
     assert parsed.data.library_name == "transformers"
     assert "mergekit" in parsed.data.tags
@@ -66,18 +67,6 @@ def test_what_the_section_says(merged):
     assert again.count(TITLE) == text.count(TITLE) == 1
     assert "Written by hand afterwards." in again
     assert "| seed | 7 |" in again
-
-
-def test_learned_coefficients(tmp_path, mergekit_yaml):
-    paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
-    file = make_file(list(load_file(Path(paths[0]) / "model.safetensors")), paths[1:])
-    file.save(tmp_path / "c.safetensors")
-    parameters = {"coefficients": str(tmp_path / "c.safetensors")}
-    out = mergekit_yaml(ace_config(paths, merge_method="statsmerging", parameters=parameters))
-    command("inspect", tmp_path / "merged.yml", tmp_path / "inspected", "--quiet")
-    text = card(out, tmp_path / "inspected" / "report.jsonl")
-    low, high = file.coefficients[0].min(), file.coefficients[0].max()
-    assert f"| {paths[1]} | {low:.3g} to {high:.3g} |" in text
 
 
 def change(report: Path, **values: object) -> Path:

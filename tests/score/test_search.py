@@ -244,7 +244,7 @@ def test_other_mistakes_are_named(config, settings, merge_config, tmp_path, monk
     settings["merge"] = merge_config("ace")
     keep.write_text("\n".join(keep.read_text().splitlines()[:5]))
     found = run(settings, tmp_path / "few", fails=True)
-    assert "keep has 5 texts; a search needs at least 8" in found
+    assert "keep has 5 texts; a search needs 8" in found
     (tmp_path / "few" / "study.db").unlink()
     found = run(settings, tmp_path / "few", "--overwrite", fails=True)
     assert "holds other things than a search" in found
