@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-import yaml
 from checkpoints import ace_config, configure, fine_tuned, rewrite, save_family
-from commands import command
+from commands import run_config
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,9 +24,7 @@ LLAMA = {**TEXT, "head_dim": 8, "num_key_value_heads": 2}
 
 def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
     """Merge into `merged`; what is said."""
-    path = folder / "merge.yml"
-    path.write_text(yaml.safe_dump(config))
-    return command("merge", path, folder / "merged", *flags, fails=fails)
+    return run_config("merge", config, folder / "merged", *flags, fails=fails, quiet=False)
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -99,8 +99,10 @@ class InspectTensor(ExecuteMergeMethodTask):
         """Return the record; None of a tensor that cannot be compared."""
         start, planned = time.perf_counter(), PlannedTensor(self)
         present = [model for model in self.model_order if tensors.get(model) is not None]
-        base = None if planned.base is None else tensors.get(planned.base)
-        if base is None or len(present) < 2 or not base.is_floating_point():
+        if planned.base not in present or len(present) < 2:
+            return None
+        base = tensors[planned.base]
+        if not base.is_floating_point():
             return None
         group = TensorGroup.from_tensors(
             [tensors[model] for model in present],
