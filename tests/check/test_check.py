@@ -70,16 +70,6 @@ def test_the_verdict_for_people(paths):
     assert command("check", write_config(wrong), fails=True).startswith(verdict)
 
 
-def test_files_that_mergekit_leaves_out(paths):
-    save_tokenizer("base", "abcd")
-    Path("base", "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert findings(ace_config(paths)) == NOTHING
-    told = findings(ace_config(paths, tokenizer={"source": "base"}))
-    assert not told["error"]
-    assert "leaves generation_config.json of base out of the result" in told["warning"]
-    assert "`mergekit-ace card OUT`" in told["warning"]
-
-
 def test_adapters(paths):
     settings = save_adapter()
     config = ace_config([*paths[:2], "./base+./adapter"])

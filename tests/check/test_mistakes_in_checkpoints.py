@@ -134,6 +134,8 @@ IN_BFLOAT16 = merge_of(dtype="bfloat16")
 # Rotary positions, which transformers 5 writes into `rope_parameters`.
 TRANSFORMERS_4 = {"rope_parameters": None, "rope_theta": 1e4}
 LINEAR = settings(**TRANSFORMERS_4, rope_scaling={"type": "linear", "factor": 2.0})
+ENDS = files("generation_config.json", '{"eos_token_id": [1, 2]}', "", "")
+PADDED = merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})
 TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
@@ -187,6 +189,7 @@ WARNINGS: list[tuple] = [
     (WIDE_NORM, merge_of(out_dtype="bfloat16"), "mergekit-yaml rounds 1 tensors that all models"),
     (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
+    (ABCD, ENDS, PADDED, "leaves generation_config.json of base out of the result, so that it may"),
     (ABCD, TEMPLATES, "base, whose tokenizer the result has, has no chat template"),
     (retyped("", torch.bfloat16, 1), merge_of(dtype=None), "different dtypes"),
     (settings("base", num_experts=1), settings(num_experts=2), "num_experts: 2 instead of 1"),
@@ -203,7 +206,8 @@ MEAN = merge_of(parameters={"layout": [{"filter": "lm_head", "value": "mean"}, {
 RIGHT: dict[str, Sequence[Make]] = {
     "the base's tokens": [OTHER_TOKENS, merge_of(tokenizer={"source": "base"})],
     "all tokens": [OTHER_TOKENS, UNION],
-    "padded": [ABCD, merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})],
+    "padded": [ABCD, PADDED],
+    "ends of texts": [ABCD, ENDS],
     "a template": [ABCD, merge_of(chat_template=GENERATION)],
     "tied": [*TIED, removed(HEAD, *ALL)],
     "tied and stored by the base": [*TIED, removed(HEAD, *ALL[1:]), MEAN],
