@@ -146,22 +146,15 @@ def check_shapes(
         shape = _shape(model, tensor_name)
         if shape is None or shape == expected:
             continue
-        tokens = ((_vocabulary_size(model),), (_vocabulary_size(base),))
-        if shape[1:] == expected[1:] and (shape[:1], expected[:1]) == tokens:
+        names = model_names(base)
+        rows_are_tokens = names and names.memory.get(tensor_name) in names.vocabulary
+        if rows_are_tokens and shape[1:] == expected[1:]:
             continue
         raise RuntimeError(
             f"{method}: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the "
             f"base model {base}. Experts must be fine-tuned from this base model: replace or "
             f"remove {model}, or set base_model to the one that it comes from"
         )
-
-
-def _vocabulary_size(model: Any) -> int | None:
-    try:
-        config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
-        return config.get_text_config().vocab_size
-    except Exception:  # no config, no vocabulary: a bare tensor file
-        return None
 
 
 def _index(model: Hashable) -> ShardedTensorIndex | None:
