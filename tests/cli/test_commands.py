@@ -30,11 +30,12 @@ OTHER_KINDS = {"check": "merge", "inspect": "merge", "adapter": "merge"}
 
 
 def test_the_overview_cuts_no_command_short():
-    _, commands = command("-h").split("Commands:\n")
-    listed, example = commands.split("\n\n", 1)
-    assert {line.split()[0] for line in listed.splitlines()} == set(main.commands)
-    assert "..." not in listed
-    assert example.startswith("Example:")
+    text = command("-h")
+    _, commands = text.split("Commands:\n")
+    listed = commands.split("\n\n")[0].splitlines()
+    assert {line.split()[0] for line in listed} == set(main.commands)
+    assert "..." not in commands
+    assert "Example:" in text
 
 
 @pytest.mark.parametrize("name", main.commands)
