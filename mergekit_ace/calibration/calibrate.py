@@ -31,19 +31,11 @@ from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import check_apart, locked, occupied, package_versions, save_tensors
 from mergekit_ace.merging.output import MANIFEST_FILE
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.training import models
+from mergekit_ace.training import models, tasks
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
 from mergekit_ace.training.data import check_tokens, read_rows
-from mergekit_ace.training.tasks import (
-    Batch,
-    CausalLanguageModel,
-    Example,
-    batches_by_length,
-    fit_to_model,
-    write_own_texts,
-)
 
-KIND = CausalLanguageModel()
+KIND = tasks.CausalLanguageModel()
 # λ of what is already merged: finer where merges are usually best.
 SCALES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0)
 RIDGE = 1.0  # λ of the linear layers
@@ -232,14 +224,14 @@ def _write_texts(
     if writer.adapter:
         for name, parameter in model.named_parameters():
             parameter.copy_(writer[name])
-    return write_own_texts(model, tokenizer, SAMPLES, path, quiet=quiet)
+    return tasks.write_own_texts(model, tokenizer, SAMPLES, path, quiet=quiet)
 
 
 def _read_texts(
     data: DataConfig, skeleton: Any, tokenizer: Any, readers: Iterable[_Model]
-) -> list[Example]:
+) -> list[tasks.Example]:
     """Return samples, the longest first, whose tokens all readers know."""
-    data = fit_to_model(data, skeleton)
+    data = tasks.fit_to_model(data, skeleton)
     window = getattr(skeleton.config, "sliding_window", None) or math.inf
     cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
     data = data.model_copy(update=cut)
@@ -256,7 +248,7 @@ def _read_texts(
     return sorted(samples, key=lambda one: len(one["input_ids"]), reverse=True)
 
 
-def comparison_batch(samples: Sequence[Example]) -> Batch:
+def comparison_batch(samples: Sequence[tasks.Example]) -> tasks.Batch:
     """Return samples of medium length, of all by their lengths."""
     medium = samples[len(samples) // 2 :]
     return KIND.collate(medium[: max(1, COMPARED // len(medium[0]["input_ids"]))])
@@ -302,8 +294,8 @@ def scaled_weights(base: Weights, merged: Weights, scale: float) -> LazyWeights:
 
 
 def choose_scale(
-    model: nn.Module, base: Weights, merged: Weights, experts: Sequence[tuple[Weights, Batch]],
-    device: torch.device,
+    model: nn.Module, base: Weights, merged: Weights,
+    experts: Sequence[tuple[Weights, tasks.Batch]], device: torch.device,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Return λ of the merge, and how far it goes from the base to the experts with it and as it is.
 
@@ -341,7 +333,9 @@ def choose_scale(
 
 
 @torch.no_grad()
-def _log_probabilities(model: Any, weights: Weights, batch: Batch, device: torch.device) -> Tensor:
+def _log_probabilities(
+    model: Any, weights: Weights, batch: tasks.Batch, device: torch.device
+) -> Tensor:
     """Return log p before supervised tokens, (P, vocabulary); one layer is in memory at a time."""
     attach_align_device_hook(model, device, offload=True, weights_map=weights)
     try:
@@ -399,7 +393,7 @@ class SampleTeacher:
         """Look up all tokens in the tables of both models."""
         turn = copy.deepcopy(model.model.rotary_emb).to(device)
         tables = merged[TABLE], self.weights[TABLE]
-        for places in batches_by_length([*map(len, self.texts)], device):
+        for places in tasks.batches_by_length([*map(len, self.texts)], device):
             # Padded at the end, where causal attention does not see it.
             batch = KIND.collate([{"input_ids": self.texts[place]} for place in places])
             ids, tokens = batch["input_ids"], batch["attention_mask"].bool().to(device)

@@ -142,12 +142,12 @@ class Family:
 def load_family(models: Models) -> Family:
     """Load one model after the other, map its weights, and let it answer its data."""
     config, run, kind = models.config, models.run, models.kind
+    models.check_experts()
     module = models.load(models.base)
     names, on_disk = models.merged_names(module), map_folder(models.base)
     stored = stored_names(module, names, on_disk)
     for name in (name for name, known in stored.items() if not known):
         raise ConfigError(f"{models.base} has no {name} on disk; leave it out by `exclude`")
-    models.check_experts(module)
     # All of them now: mistakes in them show before the first answer.
     rows = {
         row: load_rows(data, config.training.seed)

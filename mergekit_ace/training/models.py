@@ -29,15 +29,9 @@ from mergekit_ace.files.models import VOCABULARY_FILES
 from mergekit_ace.files.saving import file_states, replacing, save_tensors
 from mergekit_ace.methods.architecture import loaded_names
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
+from mergekit_ace.training import tasks
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.state import TrainingRun, explained_damage
-from mergekit_ace.training.tasks import (
-    MODEL_KINDS,
-    ImageClassification,
-    ModelKind,
-    ZeroShotImageClassification,
-    head_prefixes,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,7 +50,7 @@ class Models:
     base: str
     experts: tuple[str, ...]
     processor: Any
-    kind: ModelKind
+    kind: tasks.ModelKind
 
     @property
     def backbones(self) -> list[Path]:
@@ -71,7 +65,7 @@ class Models:
 
     def merged_names(self, model: PreTrainedModel) -> list[str]:
         """Return the names in memory of the parameters that are merged: no heads, no excluded."""
-        heads, exclude = head_prefixes(model, self.kind), self.config.exclude
+        heads, exclude = tasks.head_prefixes(model, self.kind), self.config.exclude
         parameters = model.named_parameters()
         known = [n for n, p in parameters if p.is_floating_point() and not n.startswith(heads)]
         for part in exclude:
@@ -80,8 +74,10 @@ class Models:
                 raise ConfigError(said)
         return [name for name in known if not any(part in name for part in exclude)]
 
-    def check_experts(self, base: PreTrainedModel) -> None:
+    def check_experts(self) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
+        base = load_skeleton(self.base, self.kind, self.config)
+        self.merged_names(base)  # says what is wrong with `exclude`
         expected = self._shapes(base)
         for member, folder in zip(self.config.models, self.experts, strict=True):
             expert = load_skeleton(folder, self.kind, self.config)
@@ -96,7 +92,7 @@ class Models:
 
     def _shapes(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return what experts have in common with the base: shapes, and tied embeddings."""
-        heads, tied = head_prefixes(model, self.kind), "tie_word_embeddings"
+        heads, tied = tasks.head_prefixes(model, self.kind), "tie_word_embeddings"
         parameters = model.named_parameters(remove_duplicate=False)
         shapes: dict[str, Any] = {name: tuple(one.shape) for name, one in parameters}
         if not heads:
@@ -107,7 +103,7 @@ class Models:
 
 def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> Models:
     """Find all models before anything is computed, and make the folder of the run theirs."""
-    kind = MODEL_KINDS[config.task]
+    kind = tasks.MODEL_KINDS[config.task]
     references = (config.base_model, *(expert.model for expert in config.models))
     with run.accelerator.main_process_first():  # it downloads, and merges adapters
         adapters, trust = run.path / "adapters", config.trust_remote_code
@@ -160,7 +156,7 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
 
 
 def load_model(
-    folder: str, kind: ModelKind, config: Any, dtype: torch.dtype | str = "auto", *,
+    folder: str, kind: tasks.ModelKind, config: Any, dtype: torch.dtype | str = "auto", *,
     new_head: bool = False, **options: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Load a model for inference; by default in the dtype that it is stored in.
@@ -168,7 +164,7 @@ def load_model(
     A `new_head` lets a classifier lack its head, or have one of another shape. All else that the
     checkpoint lacks, which transformers would draw at random, is a `ConfigError`.
     """
-    new_head = new_head or isinstance(kind, ZeroShotImageClassification)  # the base lends one
+    new_head = new_head or isinstance(kind, tasks.ZeroShotImageClassification)  # the base lends one
     with quiet_transformers():
         try:
             model, info = getattr(transformers, kind.auto_class).from_pretrained(
@@ -181,7 +177,7 @@ def load_model(
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             said = f"model {folder} cannot be loaded for task: {config.task}: {error}"
             raise ConfigError(said) from error
-    heads = head_prefixes(model, kind) if new_head else ()
+    heads = tasks.head_prefixes(model, kind) if new_head else ()
     lost = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     if lost := sorted(name for name in lost if not name.startswith(heads)):
         said = f"model {folder} lacks {len(lost)} parameters that task: {config.task} needs"
@@ -189,7 +185,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def load_skeleton(folder: str, kind: ModelKind, config: Any) -> PreTrainedModel:
+def load_skeleton(folder: str, kind: tasks.ModelKind, config: Any) -> PreTrainedModel:
     """Build the architecture of a model without its weights: names and shapes, no memory."""
     model_class = getattr(transformers, kind.auto_class)
     trust = config.trust_remote_code
@@ -202,12 +198,12 @@ def load_skeleton(folder: str, kind: ModelKind, config: Any) -> PreTrainedModel:
         return model_class(settings)
 
 
-def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
+def load_processor(folders: list[str], kind: tasks.ModelKind, config: Any) -> Any:
     """Load the tokenizer that all folders share, with the first chat template of any of them.
 
     For images it is the image processor of the first folder that has one, or None.
     """
-    images = isinstance(kind, ImageClassification)
+    images = isinstance(kind, tasks.ImageClassification)
     names = ("preprocessor_config.json",) if images else VOCABULARY_FILES
     found = [one for one in folders if any(Path(one, name).is_file() for name in names)]
     if images:

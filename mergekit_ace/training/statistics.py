@@ -27,13 +27,7 @@ from mergekit_ace.methods.base import first_that_fits
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import SampleReader, read_rows
-from mergekit_ace.training.models import (
-    Models,
-    claim_models,
-    load_skeleton,
-    map_folder,
-    stored_names,
-)
+from mergekit_ace.training.models import Models, claim_models, map_folder, stored_names
 from mergekit_ace.training.state import TrainingRun, explained_damage
 from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
@@ -65,9 +59,7 @@ def measure_statistics(
         ]
         if index.exists() and all(file.exists() for own in measured for file in own.values()):
             return index  # this very run, complete
-        base = load_skeleton(models.base, models.kind, config)
-        models.merged_names(base)  # says what is wrong with `exclude`
-        models.check_experts(base)
+        models.check_experts()
         for _, data in config.sources:  # mistakes in it show before the first model reads
             read_rows(data, config.training.seed)
         tensors = describe_tensors(models, load_reader(models, 0))

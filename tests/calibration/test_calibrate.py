@@ -12,30 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from checkpoints import LLAMA, ace_config, fine_tuned, state, tiny, tiny_llama
 from commands import command, run_config
-from families import sentence, tokenizer, write_rows
+from families import logits_by_hand, sentence, tokenizer, write_rows
 from filelock import FileLock
 from peft_models import train_by_chance
 from torch import Tensor
-from transformers import (
-    Gemma2ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
-from mergekit_ace.calibration import calibrate as calibrate_module
-from mergekit_ace.calibration.calibrate import (
-    RIDGE,
-    SCALES,
-    WRITERS,
-    SampleTeacher,
-    calibrated_layers,
-    choose_scale,
-    scaled_weights,
-)
+from mergekit_ace.calibration import calibrate
 from mergekit_ace.files.saving import LOCK_FILE
 from mergekit_ace.training import tasks
 from mergekit_ace.training.tasks import write_own_texts
@@ -96,15 +82,15 @@ def test_a_checkpoint_comes_out(config, folder, tmp_path):
     found, card = calibrated(config, out)
     model, start = state(LlamaForCausalLM, config["merged_model"])
 
-    def teacher(folder: str, data: dict, weight: float) -> SampleTeacher:
+    def teacher(folder: str, data: dict, weight: float) -> calibrate.SampleTeacher:
         lines = Path(data["path"]).read_text().splitlines()
         texts = [torch.tensor(words(json.loads(line)["text"])["input_ids"]) for line in lines]
-        return SampleTeacher(state(LlamaForCausalLM, folder)[1], texts, weight)
+        return calibrate.SampleTeacher(state(LlamaForCausalLM, folder)[1], texts, weight)
 
     teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
     teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
     expected = {**start}
-    for tensors in calibrated_layers(model, start, teachers, CPU):
+    for tensors in calibrate.calibrated_layers(model, start, teachers, CPU):
         expected |= {name: (start[name] + tensor) / 2 for name, tensor in tensors.items()}
     for name, tensor in expected.items():
         assert torch.equal(start[name], found[name]) == ("_proj.weight" not in name), name
@@ -150,7 +136,7 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
 @pytest.mark.parametrize("based", [False, True])
 def test_models_without_data_write_texts_of_their_own(config, folder, tmp_path, monkeypatch, based):
     """The result is that of the same texts given as data; what stays, base or merge write."""
-    monkeypatch.setattr(calibrate_module, "SAMPLES", 16)
+    monkeypatch.setattr(calibrate, "SAMPLES", 16)
     settings = {"merged_model": config["merged_model"]}
     settings |= {"base_model": str(folder / "base")} if based else {}
     names, data = [one["model"] for one in config["models"]], {}
@@ -203,9 +189,9 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
     larger["merged_model"] = str(shutil.copytree(folder / "merged", tmp_path / "merged"))
     words.save_pretrained(tmp_path / "merged")
     new = write_rows(tmp_path / "new.jsonl", [{"text": "w1 w2 new"}] * 3)
-    monkeypatch.setattr(calibrate_module, "write_own_texts", None)
+    monkeypatch.setattr(tasks, "write_own_texts", None)
     wide = save(tiny_llama(intermediate_size=40), tmp_path / "wide")
-    gemma = save(tiny(Gemma2ForCausalLM, **LLAMA, head_dim=8), tmp_path / "gemma")
+    gemma = save(tiny(transformers.Gemma2ForCausalLM, **LLAMA, head_dim=8), tmp_path / "gemma")
     first, lone = config["models"][0], tmp_path / "adapter"
     train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
     for changes, message in (
@@ -223,7 +209,7 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
 
 def test_texts_are_cut_to_a_sliding_window(config, tmp_path):
     """A step sees all earlier tokens, which the attention of such a model does not."""
-    window = tiny(MistralForCausalLM, **LLAMA, sliding_window=4)
+    window = tiny(transformers.MistralForCausalLM, **LLAMA, sliding_window=4)
     config["merged_model"] = save(window.bfloat16(), tmp_path / "window")
     run(config, tmp_path / "out")
     assert "| what should stay | 20 | 80 |" in (tmp_path / "out" / "README.md").read_text()
@@ -264,7 +250,7 @@ def stacked_least_squares(rows: list[tuple[Tensor, Tensor, float]], start: Tenso
     left = [(w / len(x)) ** 0.5 * x.double() for x, _, w in rows]
     right = [(w / len(x)) ** 0.5 * y.double() for x, y, w in rows]
     mean = sum(x.square().sum() for x in left) / start.shape[1]
-    root = (RIDGE * mean) ** 0.5
+    root = (calibrate.RIDGE * mean) ** 0.5
     left.append(root * torch.eye(start.shape[1], dtype=torch.float64))
     right.append(root * start.double().mT)
     return torch.linalg.lstsq(torch.cat(left), torch.cat(right)).solution.mT
@@ -290,10 +276,9 @@ def watch(model: LlamaForCausalLM, ids: Tensor) -> dict[str, tuple[Tensor, ...]]
     return seen
 
 
-KINDS = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
-
-
-@pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in KINDS), (KINDS[0], True)])
+@pytest.mark.parametrize(
+    ("kind", "biased"), [(LlamaForCausalLM, True), *((k, False) for k in calibrate.KNOWN_MODELS)]
+)
 def test_every_linear_is_the_least_squares(rng, monkeypatch, kind, biased):
     """What a linear reads in the calibrated model is what it was calibrated on.
 
@@ -310,10 +295,12 @@ def test_every_linear_is_the_least_squares(rng, monkeypatch, kind, biased):
         for lengths in ((24, 9, 17), (20, 12))
     ]
     parts = list(zip(experts, texts, (0.4, 0.6), strict=True))
-    teachers = [SampleTeacher(expert.state_dict(), own, weight) for expert, own, weight in parts]
+    teachers = [
+        calibrate.SampleTeacher(expert.state_dict(), own, weight) for expert, own, weight in parts
+    ]
     start = {name: tensor.clone() for name, tensor in merge.state_dict().items()}
     found = {**start}
-    for tensors in calibrated_layers(base, start, teachers, CPU):
+    for tensors in calibrate.calibrated_layers(base, start, teachers, CPU):
         found |= tensors
     merge.load_state_dict(found)
     seen = [
@@ -335,7 +322,7 @@ def test_every_linear_is_the_least_squares(rng, monkeypatch, kind, biased):
             for merged, own in pairs:
                 (read, _, stream), (given, outputs, target) = merged[name], own[name]
                 bias = start.get(key.replace(".weight", ".bias"), 0.0)
-                writes = name.endswith(WRITERS)
+                writes = name.endswith(calibrate.WRITERS)
                 wanted.append(
                     outputs + target - stream - bias if writes else given @ expert[key].mT
                 )
@@ -346,30 +333,18 @@ def test_every_linear_is_the_least_squares(rng, monkeypatch, kind, biased):
         assert torch.allclose(found[key].double(), expected, atol=1e-4), name
 
 
-def draw(vocabulary: int, rng: torch.Generator, rows: int) -> dict[str, Tensor]:
-    """Texts with a prompt, of which the first one is padded."""
-    ids = torch.randint(vocabulary, (rows, 12), generator=rng)
-    mask = torch.ones_like(ids)
-    mask[0, 9:] = 0
-    supervised = mask.bool()
-    supervised[:, :4] = False
-    return {"input_ids": ids, "attention_mask": mask, "supervised": supervised}
-
-
-def naive_share(models: list, batches: list[dict[str, Tensor]], scale: float) -> float:
+def naive_share(models: list, texts: list[list[dict[str, Tensor]]], scale: float) -> float:
     """A base, a merge and experts as whole models in float64, one sequence at a time."""
     base, merged, *experts = (copy.deepcopy(model).double() for model in models)
     between, ends = copy.deepcopy(base), merged.state_dict().items()
     origin = base.state_dict()
     between.load_state_dict({name: torch.lerp(origin[name], end, scale) for name, end in ends})
     shares = []
-    for expert, batch in zip(experts, batches, strict=True):
+    for expert, samples in zip(experts, texts, strict=True):
         lost = [0.0, 0.0]
-        for ids, mask, wanted in zip(*batch.values(), strict=True):
-            length = int(mask.sum())
+        for sample in samples:
             target, *others = (
-                model(ids[None, :length]).logits[0, :-1].log_softmax(-1)[wanted[1:length]]
-                for model in (expert, base, between)
+                logits_by_hand(model, sample).log_softmax(-1) for model in (expert, base, between)
             )
             for number, other in enumerate(others):
                 lost[number] += float((target.exp() * (target - other)).sum())
@@ -377,19 +352,21 @@ def naive_share(models: list, batches: list[dict[str, Tensor]], scale: float) ->
     return sum(shares) / len(shares)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_best_scale_is_that_of_whole_models(rng, tied):
+    """For texts with a prompt, of which the first one is padded."""
     base = tiny_llama(tie_word_embeddings=tied)
     experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
     merged = copy.deepcopy(base)
-    for name, tensor in merged.state_dict().items():
-        tensor += sum(expert.state_dict()[name] - base.state_dict()[name] for expert in experts)
-    batches = [draw(base.config.vocab_size, rng, rows) for rows in (3, 4)]
-    stored = [
-        {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        for model in (base, merged, *experts)
-    ]
+    for name, tensor in merged.named_parameters():  # a tied one once
+        moved = [expert.get_parameter(name) - base.get_parameter(name) for expert in experts]
+        tensor.data += sum(moved)
+    texts = [
+        [{"input_ids": torch.randint(40, (length,), generator=rng),
+          "supervised": torch.arange(length) >= 4} for length in lengths]
+        for lengths in ((9, 12, 12), (9, 12, 12, 12))
+    ]  # fmt: skip
+    stored = [{**model.state_dict()} for model in (base, merged, *experts)]
     for weights in stored if tied else ():  # as on disk
         del weights["lm_head.weight"]
     config = copy.deepcopy(base.config)
@@ -399,19 +376,19 @@ def test_the_best_scale_is_that_of_whole_models(rng, tied):
     model.model.rotary_emb = copy.deepcopy(base.model.rotary_emb)
     table, more = stored[2]["model.embed_tokens.weight"], torch.ones(3, base.config.hidden_size)
     stored[2]["model.embed_tokens.weight"] = torch.cat((table, more))  # which the merge has not
-    pairs = list(zip(stored[2:], batches, strict=True))
-    scale, share, before = choose_scale(model, stored[0], stored[1], pairs, CPU)
-    curve = [naive_share([base, merged, *experts], batches, scale) for scale in SCALES]
-    assert scale == SCALES[curve.index(max(curve))]
+    pairs = list(zip(stored[2:], map(calibrate.KIND.collate, texts), strict=True))
+    scale, share, before = calibrate.choose_scale(model, stored[0], stored[1], pairs, CPU)
+    curve = [naive_share([base, merged, *experts], texts, scale) for scale in calibrate.SCALES]
+    assert scale == calibrate.SCALES[curve.index(max(curve))]
     assert share == pytest.approx(max(curve), abs=2e-3)
-    assert before == pytest.approx(curve[SCALES.index(1.0)], abs=2e-3)
+    assert before == pytest.approx(curve[calibrate.SCALES.index(1.0)], abs=2e-3)
 
 
 def test_what_the_base_lacks_stays_as_merged():
     base, merged = torch.zeros(2, 3), torch.ones(4, 3).bfloat16()
-    between = scaled_weights({"a": base}, {"a": merged, "b": merged}, 0.25)
+    between = calibrate.scaled_weights({"a": base}, {"a": merged, "b": merged}, 0.25)
     assert between["a"].dtype == torch.float32
     assert between["a"][:, 0].tolist() == [0.25, 0.25, 1.0, 1.0]
     assert torch.equal(between["b"], merged)
-    fewer = scaled_weights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
+    fewer = calibrate.scaled_weights({"a": base}, {"a": torch.ones(1, 3)}, 0.5)
     assert fewer["a"].tolist() == [[0.5] * 3]

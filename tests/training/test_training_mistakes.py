@@ -137,7 +137,8 @@ def said(n: int, role: str = "user") -> dict[str, str]:
 FITS = [  # values of the column x, and what is said of them
     ("gpt2", TEXT, lambda n: f"w{n} {LONG}", "16 of 16 train .*_length: 32"),
     ("gpt2", TEXT, lambda n: " ".join([f"w{n}"] * 32), r"\A(?![\s\S]*max_length)"),
-    # the written answers end where the positions do
+    # the written answers end where the positions do, and texts without tokens are left out
+    ("bert", {"text": "x", "label": "l"}, lambda n: f"w{n} {LONG}" * (n > 0), "1[56] of 16 .*: 32"),
     ("gpt2", QUESTION, lambda n: f"w{n} {'w1 ' * 20}", ""),
     ("llama", CHAT, lambda n: [said(1), said(n, "assistant")], ""),  # by an expert's template
 ]
@@ -155,24 +156,15 @@ WRONG = [
 
 @pytest.mark.parametrize(("family", "columns", "value", "message"), FITS + WRONG)
 def test_rows_are_read_as_far_as_they_can(tmp_path, train, made, family, columns, value, message):
-    rows = [{"t": f"w{n}", "x": value(n)} for n in range(20)]
+    rows = [{"t": f"w{n}", "x": value(n), "l": 1} for n in range(20)]
     config = with_rows(made[family], tmp_path, rows, **columns)
     fails = any(message == wrong for *_, wrong in WRONG)
     assert re.search(message, train(config, fails=fails))
 
 
-def test_texts_of_classifiers_are_cut_and_empty_ones_left_out(tmp_path, train, made):
-    rows = [{"t": f"w{n} {LONG}" if n else "", "x": 1} for n in range(20)]
-    config = with_rows(made["bert"], tmp_path, rows, **LABELLED)
-    assert re.search("1[56] of 16 .*: 32, where", train(config))
-
-
 def test_tokens_that_models_do_not_know(tmp_path, train, made):
-    rows = [{"x": f"w{n} new"} for n in range(20)]
-    config, words = (
-        with_rows(made["llama"], tmp_path, rows, **TEXT),
-        families.tokenizer(mask_token="new"),
-    )
+    words, rows = families.tokenizer(mask_token="new"), [{"x": f"w{n} new"} for n in range(20)]
+    config = with_rows(made["llama"], tmp_path, rows, **TEXT)
     for whose in ("expert0", "expert1", "base"):
         config = with_model(config, tmp_path, words.save_pretrained, whose)
     assert "token number 40, but" in train(config, fails=True)
