@@ -116,10 +116,8 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
             stored[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
 
     rewrite(path, change)
-    settings = {"quant_method": kind, "weight_block_size": [16, 16]}
-    if kind == "compressed-tensors":
-        settings = {"quant_method": kind, "format": "float-quantized"}
-    configure(path, quantization_config=settings)
+    more = {"weight_block_size": [16, 16]} if kind == "fp8" else {"format": "float-quantized"}
+    configure(path, quantization_config={"quant_method": kind, **more})
     return values
 
 

@@ -187,8 +187,8 @@ def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspe
     assert "nowhere" in inspect(ace_config([*paths, str(tmp_path / "nowhere")]), fails=True)
     (tmp_path / "file").write_text("")
     assert "file/report" in inspect(ace_config(paths), out="file/report", fails=True)
-    linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
-    linear["parameters"] = {"weight": 1}
+    models = [{"model": path} for path in paths]
+    linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 1}}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
 
 
