@@ -190,7 +190,8 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
 def train(config: dict, out: Path, *, overwrite: bool = False, **training) -> CoefficientFile:
     """Train with other settings under `training:`."""
     AcceleratorState._reset_state(reset_partial_state=True)  # one precision a process
-    return run_training(parsed(changed(config, **training)), out, overwrite=overwrite, quiet=True)
+    settings = TrainConfig.model_validate(changed(config, **training))
+    return run_training(settings, out, overwrite=overwrite, quiet=True)
 
 
 def log_of(out: Path) -> list[dict]:
@@ -208,10 +209,6 @@ def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
 
 def changed(config: dict, **training) -> dict:
     return {**config, "training": {**config["training"], **training}}
-
-
-def parsed(config: dict) -> TrainConfig:
-    return TrainConfig.model_validate(config)
 
 
 def answered(out: Path, teacher: int) -> dict[str, list[dict]]:
