@@ -312,7 +312,7 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
 
     result = check_merge(config, take_options(flags, quiet=True), out)
     click.echo(result.text)
-    if not result.ok:
+    if result.errors:
         raise SystemExit(1)
 
 
@@ -382,7 +382,7 @@ def methods(name: str | None, markdown: bool) -> None:
 
 def read_config(path: Path, kind: type[M], given: dict[str, Any]) -> M:
     """Read a YAML file as settings, with `trust_remote_code` out of the values `given`."""
-    from mergekit_ace.planning import read_yaml, validate_config
+    from mergekit_ace.merge_config import read_yaml, validate_config
 
     content, _ = read_yaml(path)
     trusted = given.pop("trust_remote_code")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the config of a merge: keys, values, and what they reach."""
+"""The config of a merge: how it is read, and what can be wrong with it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 import jinja2
+import torch
 import yaml
 from mergekit import config as schema
 from mergekit import merge_methods
@@ -23,14 +24,32 @@ from mergekit.config import ConditionalParameter, MergeConfiguration
 from mergekit.merge import _set_chat_template
 from mergekit.merge_methods.base import MergeMethodSpec, ParameterScope
 from mergekit.tokenizer.config import ModelTokenEmbedding, TokenEmbeddingConfig, TokenizerConfig
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.naming import ConfigError, FileError, listed, without_numbers
-from mergekit_ace.planning import MergeConfig, PlannedMerge, PlannedTensor, find_place
 
-_RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
-HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")  # which may be tied
+if TYPE_CHECKING:
+    from mergekit_ace.planning import PlannedMerge, PlannedTensor
+
+M = TypeVar("M", bound=BaseModel)
+# The command that takes a config, by a key that tells its kind; the first that is there counts.
+_COMMANDS = {
+    "merge_method": "merge",
+    "teacher": "distill",
+    "merges": "score",
+    "search": "search",
+    "merged_model": "calibrate",
+    "measure": "statistics",
+    "task": "train",
+}
+# What to write where mergekit reads another type, by key.
+_EXPECTED = {
+    "tokenizer": "write `tokenizer: {source: base}`",
+    "models": "write a list of lines `- model: PATH`",
+    "parameters": "write lines `name: value` below it",
+}
 # What mergekit reads a mapping as, by the key that leads to it.
 _KINDS: dict[str, type[BaseModel]] = {
     "models": schema.InputModelDefinition,
@@ -44,12 +63,136 @@ _KINDS: dict[str, type[BaseModel]] = {
     "model": ModelReference,
     "base_model": ModelReference,
 }
+# Settings of transformers' configs with an entry per layer.
+_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_RESULT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")  # which may be tied
 _UNREAD = "mergekit would ignore it without a word"
 _TOP_LEVEL = "write it at the top level of the config"
 _REWEIGHTED = (
     "experts have different weights, and the coefficients were learned for equal ones",
     "leave `weight` out, or expect another merge than the one that was trained",
 )
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Reads YAML, and refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Raise a `YAMLError` for a key of which YAML would take the last value."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                raise yaml.YAMLError(
+                    f"the key {name!r} stands in line {lines[name]} and again in line {line}; "
+                    "remove one of them"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> tuple[Any, str]:
+    """Return the content of a YAML file, and its text."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        documents = list(yaml.load_all(source, UniqueKeyLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    if len(documents) > 1:
+        raise ConfigError(f"{path} is a file of several merge configs, which mergekit-multi takes")
+    return documents[0] if documents else None, source
+
+
+def validate_config(path: Path, content: Any, kind: type[M]) -> M:
+    """Return the content of a config file as settings; a `ConfigError` names all that is wrong."""
+    found = [key for key in _COMMANDS if isinstance(content, dict) and key in content]
+    if found and found[0] not in kind.model_fields:
+        raise ConfigError(f"{path} is a config for `mergekit-ace {_COMMANDS[found[0]]}`")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("\n    ".join([f"{path}:", *_explain(error, content)])) from error
+    except RuntimeError as error:  # of mergekit's own validators
+        raise ConfigError(f"{path}: {error}") from error
+
+
+class MergeConfig(MergeConfiguration):
+    """A configuration from a file, which lists its models in an order that is no chance."""
+
+    _source: str = PrivateAttr("")
+
+    @property
+    def source(self) -> str:
+        """The text of the file."""
+        return self._source
+
+    def referenced_models(self) -> list[ModelReference]:
+        """Return all models, in the order of their names."""
+        return sorted(super().referenced_models(), key=str)
+
+
+def read_merge_config(path: Path) -> MergeConfig:
+    """Return a mergekit configuration, or raise a `ConfigError`."""
+    content, source = read_yaml(path)
+    config = validate_config(path, content, MergeConfig)
+    config._source = source
+    return config
+
+
+def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
+    """Return the settings with an entry per layer that the result of a merge in slices has to have.
+
+    mergekit leaves the base's there, and transformers saves no config that contradicts itself.
+    """
+    found: dict[str, list[Any]] = {}
+    for piece in config.slices or ():
+        source = piece.sources[0]
+        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
+        for name in _LAYER_LISTS:
+            entries = getattr(settings, name, None)
+            if isinstance(entries, list):
+                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
+    return found
+
+
+def safetensors_dtype(name: str | None) -> str:
+    """Return what a safetensors file calls a dtype that a config names; empty for none of these."""
+    dtype = getattr(torch, (name or "").removeprefix("torch."), None)
+    return next((own for own in FLOATING if DTYPES[own] == dtype), "")
+
+
+def _explain(error: ValidationError, content: Any) -> list[str]:
+    """Return what is wrong, once for every place in a config: pydantic tells every alternative."""
+    told: dict[tuple[str, ...], str] = {}
+    for detail in error.errors():
+        places, what = detail["loc"], detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "missing":
+            what = f"there is no `{places[-1]}:`"
+        if detail["type"] == "extra_forbidden":
+            what = "there is no such setting"
+        if "parameters" in places[:-1]:
+            places = places[: places.index("parameters") + 2]
+            what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
+        path, found = _find_place(places, content)
+        if path and path[-1] in _EXPECTED:
+            what = f"{what}; {_EXPECTED[path[-1]]}"
+        told.setdefault(path, f"{'.'.join(path) or 'the config'}: {what} (found: {found!r:.60})")
+    return list(told.values())
+
+
+def _find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
+    """Return a path without pydantic's names for one of several alternatives, and what is there."""
+    path = []
+    for place in places:
+        if isinstance(content, str):  # given where a list of one was meant
+            break
+        try:
+            content = content[place]
+        except (LookupError, TypeError):
+            continue
+        path.append(str(place))
+    return tuple(path), content
 
 
 @dataclass(frozen=True)
@@ -86,9 +229,21 @@ def raise_errors(findings: Iterable[Finding], *, quiet: bool, end: str = "") -> 
         raise ConfigError("\n".join([*errors, end]).rstrip())
 
 
+def check_file(path: Path) -> tuple[MergeConfig | None, list[Finding]]:
+    """Read a config, and find what can be told from it alone; None where it cannot be read."""
+    try:
+        config = read_merge_config(path)
+    except ConfigError as error:
+        findings = [Finding.error(str(error))]
+        with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
+            findings += _check_keys(read_yaml(path)[0])
+        return None, findings
+    return config, [*check_config(config)]
+
+
 def check_config(config: MergeConfig) -> Iterator[Finding]:
     """Find what can be told from a config alone."""
-    yield from check_keys(yaml.safe_load(config.source))
+    yield from _check_keys(yaml.safe_load(config.source))
     name = config.merge_method
     try:
         yield from _check_parameters(config, merge_methods.get(name).spec)
@@ -118,7 +273,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"there are: {', '.join(sorted(names.values())) or 'none'}"
 
 
-def check_keys(content: Any) -> Iterator[Finding]:
+def _check_keys(content: Any) -> Iterator[Finding]:
     """Find keys in the content of a config that mergekit has no setting for."""
     # For a mapping that may be of several kinds, pydantic tells what each of them forbids.
     forbidden: dict[tuple, dict[tuple, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -128,7 +283,7 @@ def check_keys(content: Any) -> Iterator[Finding]:
         for detail in error.errors():
             if detail["type"] == "extra_forbidden":
                 *path, name = detail["loc"]
-                forbidden[find_place(path, content)[0]][tuple(path)].add(str(name))
+                forbidden[_find_place(path, content)[0]][tuple(path)].add(str(name))
     except RuntimeError:  # of mergekit's own validators, which `read_merge_config` tells
         pass
     for place, kinds in forbidden.items():
@@ -245,11 +400,12 @@ def check_settings(plan: PlannedMerge) -> Iterator[Finding]:
     of_experts = {parameter.name for parameter in spec.input_parameters}
     experts = max((len(tensor.experts) for tensor in tensors), default=0)
     for where, model, name, setting in _settings(plan.config):
+        if name not in known:
+            continue
         entries = setting if isinstance(setting, list) else [setting]
-        if name in known:
-            names = {w.name for t in tensors for m, w in t.weights.items() if model in (None, m)}
-            names |= {tensor.name for tensor in tensors if model is None}
-            yield from _check_filters(f"{where}.{name}", entries, names)
+        names = {w.name for t in tensors for m, w in t.weights.items() if model in (None, m)}
+        names |= {tensor.name for tensor in tensors if model is None}
+        yield from _check_filters(f"{where}.{name}", entries, names)
         plain = not any(isinstance(entry, ConditionalParameter) for entry in entries)
         if plain and name in of_experts and model is None and len({*entries}) == experts > 1:
             yield Finding.warning(

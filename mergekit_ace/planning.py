@@ -1,156 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A merge as mergekit itself plans it: which tensors of which models, with which parameters."""
+"""A merge as mergekit plans it, with what it leaves out, and what the merge takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
-import yaml
 from mergekit import merge_methods
 from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.graph import Executor
-from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor, TensorWriterTask
+from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
 from mergekit.merge import _model_out_config
 from mergekit.merge_methods import MergeMethod
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
-from pydantic import BaseModel, PrivateAttr, ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader
-from mergekit_ace.files.models import Checkpoints, config_donor
-from mergekit_ace.methods.architecture import find_architecture, stored_layout
-from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
-from mergekit_ace.naming import ConfigError, is_counter, layer_of, stack_size
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader, item_size
+from mergekit_ace.files.models import Checkpoint, Checkpoints, config_donor, names_of
+from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
+from mergekit_ace.methods.architecture import (
+    BUFFER,
+    find_architecture,
+    model_names,
+    stored_layout,
+)
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, sweep
+from mergekit_ace.naming import in_bytes, is_counter, layer_of, listed, stack_size
 
-M = TypeVar("M", bound=BaseModel)
-# The command that takes a config, by a key that tells its kind; the first that is there counts.
-_COMMANDS = {
-    "merge_method": "merge",
-    "teacher": "distill",
-    "merges": "score",
-    "search": "search",
-    "merged_model": "calibrate",
-    "measure": "statistics",
-    "task": "train",
-}
+Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
 _WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
-# Settings of transformers' configs with an entry per layer.
-_LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")
-# What to write where mergekit reads another type, by key.
-_EXPECTED = {
-    "tokenizer": "write `tokenizer: {source: base}`",
-    "models": "write a list of lines `- model: PATH`",
-    "parameters": "write lines `name: value` below it",
-}
-
-
-class UniqueKeyLoader(yaml.SafeLoader):
-    """Reads YAML, and refuses a key that stands twice in one mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """Raise a `YAMLError` for a key of which YAML would take the last value."""
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines and name != "<<":
-                raise yaml.YAMLError(
-                    f"the key {name!r} stands in line {lines[name]} and again in line {line}; "
-                    "remove one of them"
-                )
-            lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> tuple[Any, str]:
-    """Return the content of a YAML file, and its text."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        documents = list(yaml.load_all(source, UniqueKeyLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
-    if len(documents) > 1:
-        raise ConfigError(f"{path} is a file of several merge configs, which mergekit-multi takes")
-    return documents[0] if documents else None, source
-
-
-def validate_config(path: Path, content: Any, kind: type[M]) -> M:
-    """Return the content of a config file as settings; a `ConfigError` names all that is wrong."""
-    found = [key for key in _COMMANDS if isinstance(content, dict) and key in content]
-    if found and found[0] not in kind.model_fields:
-        raise ConfigError(f"{path} is a config for `mergekit-ace {_COMMANDS[found[0]]}`")
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        lines = [f"{path}:", *_explain(error, content)]
-        raise ConfigError("\n    ".join(lines)) from error
-    except RuntimeError as error:  # of mergekit's own validators
-        raise ConfigError(f"{path}: {error}") from error
-
-
-class MergeConfig(MergeConfiguration):
-    """A configuration from a file, which lists its models in an order that is no chance."""
-
-    _source: str = PrivateAttr("")
-
-    @property
-    def source(self) -> str:
-        """The text of the file."""
-        return self._source
-
-    def referenced_models(self) -> list[ModelReference]:
-        """Return all models, in the order of their names."""
-        return sorted(super().referenced_models(), key=str)
-
-
-def read_merge_config(path: Path) -> MergeConfig:
-    """Return a mergekit configuration, or raise a `ConfigError`."""
-    content, source = read_yaml(path)
-    config = validate_config(path, content, MergeConfig)
-    config._source = source
-    return config
-
-
-def _explain(error: ValidationError, content: Any) -> list[str]:
-    """Return what is wrong, once for every place in a config: pydantic tells every alternative."""
-    told: dict[tuple[str, ...], str] = {}
-    for detail in error.errors():
-        places, what = detail["loc"], detail["msg"].removeprefix("Value error, ")
-        if detail["type"] == "missing":
-            what = f"there is no `{places[-1]}:`"
-        if detail["type"] == "extra_forbidden":
-            what = "there is no such setting"
-        if "parameters" in places[:-1]:
-            places = places[: places.index("parameters") + 2]
-            what = "a parameter is a value, a list of values, or a list of {filter: …, value: …}"
-        path, found = find_place(places, content)
-        if path and path[-1] in _EXPECTED:
-            what = f"{what}; {_EXPECTED[path[-1]]}"
-        told.setdefault(path, f"{'.'.join(path) or 'the config'}: {what} (found: {found!r:.60})")
-    return list(told.values())
-
-
-def find_place(places: Sequence[str | int], content: Any) -> tuple[tuple[str, ...], Any]:
-    """Return a path without pydantic's names for one of several alternatives, and what is there."""
-    path = []
-    for place in places:
-        if isinstance(content, str):  # given where a list of one was meant
-            break
-        try:
-            content = content[place]
-        except (LookupError, TypeError):
-            continue
-        path.append(str(place))
-    return tuple(path), content
+_VOCABULARY = re.compile(r"embed|head|wte")
+_PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 
 
 @dataclass(frozen=True)
@@ -258,9 +147,14 @@ class PlannedMerge:
 
     def extended(self, tensors: Sequence[UnplannedTensor]) -> PlannedMerge:
         """Return the plan with what is to be merged beside what mergekit plans."""
-        writer = next(iter(self.saves.values())).writer_task
-        more = {one.tensor_name: one for one in _plan_unplanned(self.planner, tensors, writer)}
-        return replace(self, saves={**self.saves, **more}, unplanned=tuple(tensors))
+        saves, names = dict(self.saves), [tensor.name for tensor in tensors]
+        first = next(iter(saves.values()))
+        for tensor in tensors:
+            weight, task = self.planner.plan_unplanned(tensor, names)
+            dtype = weight.force_dtype or self.config.out_dtype
+            changed = {"tensor_name": tensor.name, "tensor_task": task, "dtype": dtype}
+            saves[tensor.name] = first.model_copy(update=changed | {"optional": False})
+        return replace(self, saves=saves, unplanned=tuple(tensors))
 
 
 def plan_merge(
@@ -331,22 +225,6 @@ def _result_config(
     return result
 
 
-def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str, list[Any]]:
-    """Return the settings with an entry per layer that the result of a merge in slices has to have.
-
-    mergekit leaves the base's there, and transformers saves no config that contradicts itself.
-    """
-    found: dict[str, list[Any]] = {}
-    for piece in config.slices or ():
-        source = piece.sources[0]
-        settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
-        for name in _LAYER_LISTS:
-            entries = getattr(settings, name, None)
-            if isinstance(entries, list):
-                found.setdefault(name, []).extend(entries[slice(*source.layer_range)])
-    return found
-
-
 class HeaderPlanner(MergePlanner):
     """mergekit's planner, which also looks at how the models store a tensor.
 
@@ -414,6 +292,23 @@ class HeaderPlanner(MergePlanner):
         self._method = method
         return self._tensors.pop()
 
+    def plan_unplanned(
+        self, tensor: UnplannedTensor, names: Sequence[str]
+    ) -> tuple[WeightInfo, Any]:
+        """Plan a tensor, of these names, beside what is planned already."""
+        weight = WeightInfo(name=tensor.name, vocabulary_axis=0 if tensor.vocabulary else None)
+        models = list(tensor.models)
+        if not tensor.merged:
+            return self.plan_copy(weight, weight, models[0])
+        # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
+        layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
+        depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
+        module: Any = next(iter((self.config.modules or {}).values()))
+        piece = module.slices[0]
+        reader = ConfigReader(config=self.config, t=depth, module=module, slice_out=piece)
+        self.plan_tensor(weight, [weight] * len(models), models, reader)
+        return self._tensors.pop()
+
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
         labels = [(self.checkpoints[model].labels,) for model in headers]
@@ -448,30 +343,146 @@ def _is_stored(model: ModelReference, weight: WeightInfo) -> bool:
     return any(name in stored for name in (weight.name, *(weight.aliases or ())))
 
 
-def _plan_unplanned(
-    planner: HeaderPlanner, tensors: Sequence[UnplannedTensor], writer: TensorWriterTask
-) -> Iterator[SaveTensor]:
-    """Yield mergekit's tasks for tensors that a planner, which has planned the merge, has not."""
-    names = [tensor.name for tensor in tensors]
-    module: Any = next(iter((planner.config.modules or {}).values()))
-    for tensor in tensors:
-        weight = WeightInfo(name=tensor.name, vocabulary_axis=0 if tensor.vocabulary else None)
-        models = list(tensor.models)
-        if tensor.merged:
-            # where in its stack a tensor is, from 0 to 1, as mergekit counts for its gradients
-            layer, last = layer_of(tensor.name), stack_size(tensor.name, names) - 1
-            depth = 0.0 if layer is None else layer / last if last > 0 else 1.0
-            reader = ConfigReader(
-                config=planner.config, t=depth, module=module, slice_out=module.slices[0]
+def add_unplanned(
+    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
+) -> tuple[PlannedMerge, list[Finding]]:
+    """Return a plan with what mergekit leaves out of it, and what is to be said of that.
+
+    mergekit leaves out, without a word, vision towers, heads that predict several tokens, norms of
+    new architectures, and all of ViT's encoder under the names that it has on the Hub. `treatment`
+    is to copy all of it from the model whose config the result has, or to merge what all models
+    have.
+    """
+    donor = checkpoints[config_donor(plan.config)]
+    lost = {model: _lost_names(checkpoint, plan) for model, checkpoint in checkpoints.items()}
+    own = lost[donor.model]
+    foreign = {model: [n for n in names if n not in own] for model, names in lost.items()}
+    findings = []
+    if any(foreign.values()):
+        findings.append(
+            Finding.warning(
+                f"{donor.model} has no tensors of these names, so the result lacks "
+                f"{_describe_lost(foreign)}",
+                f"save all models in the same way as {donor.model}, if they are of use",
             )
-            planner.plan_tensor(weight, [weight] * len(models), models, reader)
-            weight, task = planner._tensors.pop()
-        else:
-            weight, task = planner.plan_copy(weight, weight, models[0])
-        yield SaveTensor(
-            tensor_name=tensor.name,
-            tensor_task=task,
-            writer_task=writer,
-            clone=planner.options.clone_tensors,
-            dtype=weight.force_dtype or planner.config.out_dtype,
         )
+    if own and treatment == "error":
+        findings.append(
+            Finding.error(
+                f"mergekit plans no merge of {_describe_lost({donor.model: own})}; the result "
+                "would lack them",
+                "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned "
+                f"base` copies them from {donor.model}. Or save the models under the names that "
+                "they have in memory (save_pretrained(…, save_original_format=False))",
+            )
+        )
+    elif own:
+        models = plan.tensors[0].task.model_order
+        partial = [n for n in own if any(n not in checkpoints[m].headers for m in models)]
+        if partial and treatment == "merge":
+            what = _describe_lost({donor.model: partial})
+            findings.append(Finding.warning(f"not all models have {what}; copied from there"))
+        weights = [t.weights[donor.model] for t in plan.tensors if donor.model in t.weights]
+        embeddings = [donor.source(weight) for weight in weights if weight.vocabulary_axis == 0]
+        rows = {header.shape[0] for header in embeddings if header}
+        extra = []
+        for name in own:
+            merged = treatment == "merge" and name not in partial
+            has_tokens = not rows.isdisjoint(donor.headers[name].shape[:1])
+            vocabulary = has_tokens and bool(_VOCABULARY.search(name))
+            chosen = models if merged else (donor.model,)
+            extra.append(UnplannedTensor(name, chosen, merged, vocabulary))
+        plan = plan.extended(extra)
+    if plan.planner.heads and treatment != "base":
+        findings.append(
+            Finding.error(
+                "the models have different numbers of labels, so that "
+                f"{listed(plan.planner.heads)} cannot be merged",
+                f"`mergekit-ace merge --unplanned base` keeps those of {donor.model}",
+            )
+        )
+    return plan, findings
+
+
+def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
+    """Return the tensors of a checkpoint that mergekit does not know, but for buffers.
+
+    It knows all weights of the architecture, also of layers that are not merged.
+    """
+    model, donor_names = checkpoint.model, model_names(config_donor(plan.config))
+    ties = donor_names.ties if donor_names else {}  # names in memory of what is tied
+    config = model.config(trust_remote_code=plan.options.trust_remote_code)
+    planned = [t.weights[model] for t in plan.tensors if model in t.weights]
+    try:
+        known = plan.architecture.all_weights(config)
+    except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
+        known = []
+    names = {name for weight in (*known, *planned) for name in names_of(weight)}
+    return [
+        name
+        for name, header in checkpoint.headers.items()
+        if name not in names
+        and not any(name.endswith(key) or key.endswith(name) for key in ties)
+        and not BUFFER.search(name)
+        and header.dtype.startswith(("F", "BF"))
+    ]
+
+
+def _describe_lost(names: Mapping[ModelReference, Sequence[str]]) -> str:
+    """Return which tensors are meant, of which models."""
+    tensors = sorted({name for own in names.values() for name in own})
+    count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
+    models = [str(model) for model, own in names.items() if own]
+    return f"{count} of {listed(models)} ({listed(tensors)})"
+
+
+@dataclass(frozen=True)
+class MergeEstimate:
+    """What a merge takes, if all experts have changed all tensors and all of them are refined."""
+
+    operations: float  # of floating-point numbers
+    memory: int  # bytes of the process at its largest, about; without what the system caches
+    device_memory: int | None  # bytes on the accelerator; None without one
+    read: int  # bytes
+    written: int
+
+    @property
+    def text(self) -> str:
+        device = self.device_memory
+        more = f", and {in_bytes(device)} on the device" if device is not None else ""
+        return (
+            f"  work  up to {self.operations:.2g} operations\n"
+            f"memory  about {in_bytes(self.memory)}{more}\n"
+            f"  disk  reads {in_bytes(self.read)}, writes {in_bytes(self.written)}"
+        )
+
+
+def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
+    """Return what a merge takes, from the shapes of its tensors."""
+    config, on_device = plan.config, plan.options.device not in (None, "cpu")
+    operations, read, written = 0.0, 0, 0
+    most = most_on_device = 0  # bytes of one tensor
+    for tensor in plan.tensors:
+        headers = tensor.headers(checkpoints)
+        header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
+        if header is None:
+            continue
+        method, settings = tensor.method, tensor.settings
+        work = sweep(header.shape, max(1, len(headers) - 1))
+        if isinstance(method, TaskVectorMethod):
+            if method.layouts:
+                settings = replace(settings, layout=method.layout(settings, len(header.shape)))
+            weights = zip(settings.experts, settings.weights, strict=True)
+            experts = sum(weight != 0 for model, weight in weights if model in headers)
+            work = method.work(settings, header.shape, experts)
+        merged_in = safetensors_dtype(config.dtype) or header.dtype
+        output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
+        inputs = len(headers) * header.entries * item_size(merged_in)
+        working = work.working + 4 * header.entries  # with the result in float32
+        most = max(most, inputs + output + (0 if on_device else working))
+        most_on_device = max(most_on_device, inputs + working)
+        operations += work.operations
+        read += sum(one.bytes for one in headers.values())
+        written += output
+    memory = _PROCESS + most + min(written, plan.options.out_shard_size)  # one shard is held
+    return MergeEstimate(operations, memory, most_on_device if on_device else None, read, written)

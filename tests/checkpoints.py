@@ -90,9 +90,11 @@ def save_family(
     return paths
 
 
-def rewrite(path: str | Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+def rewrite(
+    path: str | Path, change: Callable[[dict[str, Tensor]], object], name: str = "model.safetensors"
+) -> None:
     """Change the tensors of a model."""
-    file = Path(path) / "model.safetensors"
+    file = Path(path) / name
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, {"format": "pt"})

@@ -20,7 +20,6 @@ from mergekit_ace.files.statistics import (
     Statistics,
     StatisticsIndex,
     load_statistics,
-    save_index,
 )
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
@@ -85,7 +84,7 @@ def write_statistics(
             for name in names
         ),
     )
-    save_index(folder, index)
+    index.save(folder)
     return str(folder / INDEX_FILE)
 
 

@@ -45,6 +45,13 @@ OTHERS = {
 }  # fmt: skip
 LARGEST = 1_500_000  # entries of a model that is still tried
 BAR = 1e-4
+INTRODUCTION = f"""# Which architectures merge
+
+`tests/sweep.py` wrote this page with transformers {transformers.__version__}. It builds
+a tiny model of each class, merges two perturbations of it by `ace`, and compares every
+tensor of the files with a float64 reference. *Not built* are types of which it could
+make no small model.
+"""
 
 
 def classes() -> Iterator[tuple[str, str, str]]:
@@ -62,56 +69,45 @@ def merge_outcome(kind: type, paths: list[str], folder: Path) -> tuple[str, str]
     config, out = folder / "merge.yml", folder / "merged"
     config.write_text(yaml.safe_dump(ace_config(paths)))
     answer = CliRunner().invoke(mergekit_ace, ["merge", str(config), str(out), "--quiet"])
-    if answer.exit_code == 0:
-        try:
-            check_merge(kind, paths, out, BAR)
-        except Exception as error:
-            return "WRONG", f"{type(error).__name__}: {error}"
-        return "works", ""
-    written = out.exists() and any(out.glob("*.safetensors"))
-    text = answer.output.replace(str(folder), "") or repr(answer.exception)
-    return ("FAILED" if written or answer.exit_code > 1 else "refused"), text
+    if answer.exit_code:
+        text = answer.output.replace(str(folder), "") or repr(answer.exception)
+        return ("FAILED" if any(out.glob("*.safetensors")) else "refused"), text
+    try:
+        check_merge(kind, paths, out, BAR)
+    except Exception as error:
+        return "WRONG", f"{type(error).__name__}: {error}"
+    return "works", ""
 
 
 def outcome(model_type: str, name: str) -> tuple[str, str]:
     """Build a family of a class and merge it; what came of it, and why."""
-    try:
-        with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
-            if tiny_model(name, model_type).num_parameters() > LARGEST:
-                return "not built", "its smallest config is large"
-        model = tiny_model(name, model_type)
-    except Exception as error:
-        return "not built", f"{type(error).__name__}: {error}"
     with tempfile.TemporaryDirectory() as folder:
         try:
+            with suppress(NotImplementedError), torch.device("meta"):  # some cannot be built there
+                if tiny_model(name, model_type).num_parameters() > LARGEST:
+                    return "not built", "its smallest config is large"
+            model = tiny_model(name, model_type)
             paths = save_family(model, Path(folder))
             type(model).from_pretrained(paths[0])
         except Exception as error:
-            return "not built", f"transformers does not load what it saves: {error}"
+            return "not built", f"{type(error).__name__}: {error}"
         return merge_outcome(type(model), paths, Path(folder))
 
 
 def write_page(page: Path, rows: list[tuple[str, str, str, str]]) -> None:
     """Write kinds, model types, what came of them and why."""
     counts = Counter(result for _, _, result, _ in rows)
-    lines = [
-        "# Which architectures merge", "",
-        f"`tests/sweep.py` wrote this page with transformers {transformers.__version__}. It builds",
-        "a tiny model of each class, merges two perturbations of it by `ace`, and compares every",
-        "tensor of the files with a float64 reference. *Not built* are types of which it could",
-        "make no small model.", "",
-        *(f"* {result}: {count}" for result, count in counts.most_common()),
-    ]  # fmt: skip
+    lines = [INTRODUCTION, *(f"* {result}: {count}" for result, count in counts.most_common())]
     for kind in dict.fromkeys(kind for kind, *_ in rows):
-        own = [row for row in rows if row[0] == kind]
         lines += ["", f"## {kind}"]
         for result, text in (("works", "These work"), ("not built", "Not built")):
-            types = [f"`{model_type}`" for _, model_type, found, _ in own if found == result]
+            types = [f"`{name}`" for own, name, found, _ in rows if (own, found) == (kind, result)]
             lines += ["", f"{text}: {', '.join(types)}."] if types else []
-        failed = [row for row in own if row[2] not in ("works", "not built")]
-        if failed:
-            lines += ["", "| model type | merge | why |", "|---|---|---|"]
-        lines += [f"| `{name}` | {result} | {why} |" for _, name, result, why in failed]
+        lines += [
+            f"\n`{name}`: {result}, {why}"
+            for own, name, result, why in rows
+            if own == kind and result not in ("works", "not built")
+        ]
     page.write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -123,12 +119,10 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     rows = []
     for kind, model_type, name in classes():
-        if parts and not any(part in name for part in parts):
-            continue
-        result, why = outcome(model_type, name)
-        why = " ".join(why.split())[:80].replace("|", "\\|")
-        print(f"{name}: {result} {why}", flush=True)
-        rows.append((kind, model_type, result, why))
+        if not parts or any(part in name for part in parts):
+            result, why = outcome(model_type, name)
+            rows.append((kind, model_type, result, " ".join(why.split())[:80]))
+            print(*rows[-1], flush=True)
     write_page(Path(page), rows)
 
 

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an architecture stores weights, and shapes from headers; see test_errors.py for errors."""
+"""How an architecture stores weights; see test_errors.py for errors by shapes of files."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 import transformers as tf
 from mergekit.common import ModelReference
-from safetensors.torch import save_file
 
-from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
+from mergekit_ace.methods.architecture import is_table, stored_layout
 
-SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-
-
-def reference(config: tf.PretrainedConfig, architecture: str, folder) -> ModelReference:
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
-    return ModelReference.parse(str(folder))
+LLAMA = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+UNTIED = tf.LlamaConfig(**LLAMA, vocab_size=40)
+TIED = tf.LlamaConfig(**LLAMA, vocab_size=32, tie_word_embeddings=True)
+TOY = tf.LlamaConfig(**LLAMA, vocab_size=31, tie_word_embeddings=True)  # fewer tokens than columns
+T5 = tf.T5Config(
+    vocab_size=40, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2,
+    architectures=["T5ForConditionalGeneration"],
+)  # fmt: skip
+EMBEDDING, ATTENTION = "model.embed_tokens.weight", "encoder.block.0.layer.0.SelfAttention"
 
 
 def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog):
@@ -32,39 +35,24 @@ def test_an_architecture_that_cannot_be_built_is_reported_once(tmp_path, caplog)
     assert "layout: transposed" in record.getMessage()
 
 
-def test_tables(tmp_path):
-    """Those of Llama and GPT-2 are merged in test_variants.py."""
-    sizes = {"vocab_size": 40, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    model = reference(tf.T5Config(**sizes), "T5ForConditionalGeneration", tmp_path)
-    attention = "encoder.block.0.layer.0.SelfAttention"
-    for table in ("shared.weight", f"{attention}.relative_attention_bias.weight"):
-        assert is_table(model, table)
-    for other in ("lm_head.weight", f"{attention}.q.weight", None):
-        assert not is_table(model, other)
-
-
 @pytest.mark.parametrize(
-    ("tied", "tokens", "expected"),
-    [(False, 40, "table"), (True, 32, "matrix"), (True, 31, "table")],
+    ("config", "name", "looked_up", "layout"),
+    [
+        (UNTIED, EMBEDDING, True, "table"),
+        (TIED, EMBEDDING, True, "matrix"),
+        (TOY, EMBEDDING, True, "table"),
+        (T5, "shared.weight", True, "matrix"),
+        (T5, f"{ATTENTION}.relative_attention_bias.weight", True, "table"),
+        (T5, f"{ATTENTION}.q.weight", False, "matrix"),
+        (T5, "lm_head.weight", False, "matrix"),
+        (T5, None, False, "matrix"),
+    ],
 )
-def test_tied_embeddings_are_matrices_but_for_toys(tmp_path, tied, tokens, expected):
-    """A vocabulary smaller than the model's width is a toy's."""
-    config = tf.LlamaConfig(**SMALL | {"vocab_size": tokens, "tie_word_embeddings": tied})
-    model = reference(config, "LlamaForCausalLM", tmp_path)
-    name = "model.embed_tokens.weight"
-    assert is_table(model, name)
-    assert stored_layout("auto", model, name, 2, tables=True) == expected
+def test_tables(tmp_path, config, name, looked_up, layout):
+    """Those of Llama and GPT-2 are merged in test_variants.py."""
+    config.save_pretrained(tmp_path)
+    model = ModelReference.parse(str(tmp_path))
+    assert is_table(model, name) == looked_up
+    assert stored_layout("auto", model, name, 2, tables=True) == layout
     assert stored_layout("auto", model, name, 2) == "matrix"
     assert stored_layout("table", model, name, 2, tables=True) == "table"
-
-
-def test_shapes_in_files(tmp_path):
-    def files(*names: str) -> list[ModelReference]:
-        return [ModelReference.parse(str(tmp_path / name)) for name in names]
-
-    save_file({"w": torch.zeros(3, 4)}, tmp_path / "base.safetensors")
-    save_file({"w": torch.zeros(3, 5)}, tmp_path / "other.safetensors")
-    base, other, *unreadable = files("base.safetensors", "other.safetensors", "w.bin", "missing")
-    check_shapes("w", [*unreadable, 1], base)  # which is left to mergekit
-    with pytest.raises(RuntimeError, match=r"shape \(3, 5\) in .*other.safetensors, but \(3, 4\)"):
-        check_shapes("w", [other], base)

@@ -52,11 +52,8 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
 @pytest.mark.parametrize(
     ("layout", "name", "ndim", "stored", "expected"),
     [
-        ("auto", "mlp.up_proj.weight", 2, None, "matrix"),
         ("auto", "my_experts_bank.weight", 3, None, "mean"),
         ("auto", "mlp.experts.gate_up_proj_bias", 2, None, "mean"),
-        ("auto", "patch.weight", 4, None, "mean"),
-        ("auto", None, 2, None, "matrix"),
         ("matrix", "h.0.mlp.c_fc.weight", 2, "transposed", "matrix"),
         ("matrix", "norm.weight", 1, None, "mean"),
         ("transposed", "b", 1, "transposed", "mean"),

@@ -12,23 +12,20 @@ from mergekit_ace.methods.base import TensorSettings
 
 
 def low_rank(shape, rank, seed, scale=1.0, stack=()):
-    """A random task vector; kernels are read as (o, rest)."""
-    rng = torch.Generator().manual_seed(seed)
-    rows, columns = shape[len(stack)], int(torch.tensor(shape[len(stack) + 1 :]).prod())
+    """A random task vector."""
+    rng, (rows, columns) = torch.Generator().manual_seed(seed), shape[-2:]
     left = torch.randn(*stack, rows, rank, generator=rng, dtype=torch.float64)
     right = torch.randn(*stack, rank, columns, generator=rng, dtype=torch.float64)
     return LowRank(scale * left, right / columns**0.5, tuple(shape))
 
 
 def settings_of(method, experts, layout="matrix", coefficients=None, **parameters):
-    values = {p.name: p.default for p in method.spec.parameters}
+    values, models = {p.name: p.default for p in method.spec.parameters}, tuple(range(experts))
     for parameter in method.spec.input_parameters:
-        values[parameter.name] = dict.fromkeys(range(experts), parameter.default)
+        values[parameter.name] = dict.fromkeys(models, parameter.default)
     for name, value in parameters.items():
         values[name] = dict(enumerate(value)) if isinstance(value, list) else value
-    return TensorSettings(
-        "layer.weight", "base", tuple(range(experts)), values, layout, coefficients
-    )
+    return TensorSettings("layer.weight", "base", models, values, layout, coefficients)
 
 
 SAME = "rule weight heterogeneous normalized refined prior rank side".split()
@@ -108,8 +105,6 @@ def test_a_merge_in_the_span_is_that_of_the_full_tensors(method, parameters, sha
 
 LAYOUTS = [
     ("transposed", (40, 56), ()),
-    ("flattened", (12, 5, 3, 3), ()),
-    ("mean", (12, 5, 3, 3), ()),
     ("mean", (40, 56), ()),
     ("stacked", (3, 20, 30), (3,)),
     ("transposed", (3, 20, 30), (3,)),
@@ -133,38 +128,26 @@ def test_a_table_is_merged_row_by_row(parameters):
     assert merge.delta.rank == 10
 
 
-@pytest.mark.parametrize("method", ["ace", "ace_relative", "tsv_m", "iso_cts"])
-def test_an_expert_without_the_module_takes_no_part(method):
+def test_experts_without_the_module_take_no_part():
+    """One that is left comes out as it is."""
     first, second, third = family()
     zero = LowRank(torch.zeros_like(third.left), third.right, third.shape)
-    check(method, [first, None, second, zero], bar=1e-7)
-
-
-@pytest.mark.parametrize("layout", ["matrix", "transposed", "mean", "table"])
-def test_one_expert_alone_comes_out_as_it_is_or_scaled(layout):
-    (alone,) = family(ranks=(3,))
-    zeros = LowRank(0 * alone.left, alone.right, alone.shape)
-    assert check("ace_relative", [None, alone], layout).delta.rank == 3
-    assert check("ace_relative", [alone, zeros], layout, **{"lambda": 0.5}).delta.rank == 3
-    assert check("ace_relative", [zeros], layout).delta is None
+    check("ace", [first, None, second, zero], bar=1e-7)
+    assert check("ace_relative", [None, third, zero], **{"lambda": 0.5}).delta.rank == 2
+    assert check("ace_relative", [zero]).delta is None
 
 
 def test_coefficients_are_those_of_the_full_tensors():
-    check("statsmerging", family(), "mean", coefficients=[0.2, -1.0, 0.7], weight=[0.2, -1.0, 0.7])
     check("ace", family(), coefficients=[0.5, 1.2, 0.9, 0.7], bar=1e-7, **REFINED)
-    check("ace_relative", family(), coefficients=[0.5, 1.2, 0.9], bar=1e-7)
     check("ace_relative", family(), "table", coefficients=[0.5, 1.2, 0.9], bar=1e-7)
 
 
-@pytest.mark.parametrize("stack", [(), (3,)])
-def test_the_rank_is_cut_by_the_singular_values_of_each_matrix(stack):
-    deltas, method = family((*stack, 20, 30), stack=stack), merge_methods.get("ace")
-    settings = settings_of(method, 3, "stacked" if stack else "matrix")
+def test_the_rank_is_cut_by_the_singular_values_of_each_matrix():
+    deltas, method = family((3, 20, 30), stack=(3,)), merge_methods.get("ace")
+    settings = settings_of(method, 3, "stacked")
     whole, cut = (method.merge_low_rank(deltas, settings, rank) for rank in (None, 4))
     left, values, right = torch.linalg.svd(whole.delta.dense(), full_matrices=False)
     nearest = (left[..., :4] * values[..., None, :4]) @ right[..., :4, :]
     assert (whole.delta.rank, cut.delta.rank) == (10, 4)
-    assert whole.lost < 1e-20
     assert torch.allclose(cut.delta.dense(), nearest, atol=1e-12)
     assert cut.lost == pytest.approx(float(values[..., 4:].square().sum()))
-    assert torch.allclose(cut.delta.left.norm(dim=-2), cut.delta.right.norm(dim=-1))

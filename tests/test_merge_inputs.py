@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mergekit-yaml may hand over: formats, adapters, vocabularies, slices, dtypes and flags."""
+"""What mergekit-yaml may hand over: formats, vocabularies, filters, dtypes and flags."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, check_merge, fine_tuned, save_family, tiny_llama
+from checkpoints import ace_config, check_merge, fine_tuned, save_family, save_tokenizer, tiny_llama
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
@@ -20,20 +19,16 @@ def checkpoint(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("pickled", "flags"),
-    [(True, []), (True, ["--lazy-unpickle"]), (False, ["--clone-tensors", "--async-write"])],
-)
-def test_pickles_and_flags_change_nothing(tmp_path, mergekit_yaml, flags, pickled):
+def test_pickles_and_flags_change_nothing(tmp_path, mergekit_yaml):
     paths = save_family(tiny_llama(), tmp_path)
     expected = checkpoint(mergekit_yaml(ace_config(paths), out="expected"))
-    for n, path in enumerate(paths if pickled else []):
-        paths[n] = f"{path}-pickled"  # mergekit keeps its readers while the process lives
-        shutil.copytree(path, paths[n])
-        torch.save(checkpoint(path), Path(paths[n]) / "pytorch_model.bin")
-        (Path(paths[n]) / "model.safetensors").unlink()
-    got = checkpoint(mergekit_yaml(ace_config(paths), *flags))
-    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    pickled = [shutil.copytree(path, f"{path}-pickled") for path in paths]
+    for path in pickled:
+        torch.save(checkpoint(path), Path(path) / "pytorch_model.bin")
+        (Path(path) / "model.safetensors").unlink()
+    for out, flags in {"eager": (), "lazy": ("--lazy-unpickle", "--async-write")}.items():
+        got = checkpoint(mergekit_yaml(ace_config(pickled), *flags, out=out))
+        torch.testing.assert_close(got, expected, atol=0, rtol=0)
 
 
 def test_a_tied_head_and_a_base_that_is_listed_among_the_models(tmp_path, mergekit_yaml):
@@ -43,13 +38,6 @@ def test_a_tied_head_and_a_base_that_is_listed_among_the_models(tmp_path, mergek
     check_merge(LlamaForCausalLM, paths, out)
 
 
-def tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    vocabulary = {word: n for n, word in enumerate(["<unk>", *words])}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-
-
 WORDS = [f"w{n}" for n in range(29)]
 
 
@@ -57,28 +45,25 @@ WORDS = [f"w{n}" for n in range(29)]
 def two_vocabularies(tmp_path) -> list[str]:
     """An expert whose tokens are shuffled and three more than the base's."""
     model = tiny_llama(vocab_size=30)
-    torch.manual_seed(5)
     larger = fine_tuned(model, seed=1)
     larger.resize_token_embeddings(33)
-    shuffled = ["x0", *reversed(WORDS), "x1", "x2"]
-    members = [(model, WORDS), (larger, shuffled), (fine_tuned(model, seed=2), WORDS)]
-    paths = []
-    for n, (member, words) in enumerate(members):
-        paths.append(str(tmp_path / f"model{n}"))
-        member.save_pretrained(paths[-1])
-        tokenizer(words).save_pretrained(paths[-1])
-    return paths
+    members = {"base": model, "shuffled": larger, "other": fine_tuned(model, seed=2)}
+    for name, member in members.items():
+        member.save_pretrained(tmp_path / name)
+        words = ["x0", *reversed(WORDS), "x1", "x2"] if name == "shuffled" else WORDS
+        save_tokenizer(tmp_path / name, ["<unk>", *words])
+    return [str(tmp_path / name) for name in members]
 
 
 def vocabulary_of(path: str | Path) -> dict[str, int]:
     return PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
 
 
-@pytest.mark.parametrize("source", ["base", "union"])
-def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, source):
+@pytest.mark.parametrize(("source", "count"), [("base", 30), ("union", 33)])
+def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, source, count):
     out = mergekit_yaml(ace_config(two_vocabularies, tokenizer={"source": source}))
     vocabulary = vocabulary_of(out)
-    assert len(vocabulary) == (30 if source == "base" else 33)
+    assert len(vocabulary) == count
     assert json.loads((out / "config.json").read_text())["vocab_size"] == len(vocabulary)
     ids = [vocabulary_of(p) for p in two_vocabularies]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -92,21 +77,6 @@ def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, s
         base, *experts = torch.stack(rows, dim=1)
         got = checkpoint(out)[name][list(vocabulary.values())]
         assert task_vector_error(got, naive_tensor(base, experts), base) <= 5e-5
-
-
-def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
-    paths = save_family(tiny_llama(), tmp_path)
-    sources = [[{"model": p, "layer_range": [n, n + 1]} for p in paths] for n in (0, 1)]
-    config = ace_config(paths)
-    del config["models"]
-    config["slices"] = [
-        {"sources": sources[0], "parameters": {"lambda": 0.5}},
-        {"sources": sources[1], "parameters": {"lambda": 0.7}},
-    ]
-    later = ("model.layers.1.", "model.norm", "lm_head")
-    options = {True: {"lambda_": 0.7}, False: {"lambda_": 0.5}}
-    out = mergekit_yaml(config)
-    check_merge(LlamaForCausalLM, paths, out, 1e-4, lambda name: options[name.startswith(later)])
 
 
 def test_filters_and_gradients(tmp_path, mergekit_yaml):
@@ -130,25 +100,23 @@ def test_filters_and_gradients(tmp_path, mergekit_yaml):
     check_merge(LlamaForCausalLM, paths, mergekit_yaml(config), 1e-4, options_of)
 
 
-@pytest.mark.parametrize(
-    ("dtypes", "stored"),
-    [
-        ({"dtype": "bfloat16"}, torch.bfloat16),
-        ({"dtype": "float32", "out_dtype": "bfloat16"}, torch.bfloat16),
-        ({"dtype": "float32", "out_dtype": "float16"}, torch.float16),
-        ({"dtype": None}, torch.bfloat16),
-    ],
-)
-def test_dtypes(tmp_path, mergekit_yaml, dtypes, stored):
+def test_dtypes(tmp_path, mergekit_yaml):
     """Rounded once: no entry is further from the exact merge than half a unit of the last place."""
     paths = save_family(tiny_llama().bfloat16(), tmp_path)
-    out = checkpoint(mergekit_yaml(ace_config(paths) | dtypes))
     base, *experts = (checkpoint(p) for p in paths)
-    for name, tensor in base.items():
-        assert tensor.dtype == torch.bfloat16
-        assert out[name].dtype == stored
-        layout = "matrix" if tensor.ndim == 2 else "mean"
-        expected = naive_tensor(tensor, [e[name] for e in experts], layout)
-        half_step = torch.finfo(stored).eps / 2 * 1.01
-        atol = 1e-4 * float((expected - tensor.double()).abs().max())
-        torch.testing.assert_close(out[name].double(), expected, rtol=half_step, atol=atol)
+    for dtype, out_dtype, stored in (
+        ("bfloat16", None, torch.bfloat16),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("float32", "float16", torch.float16),
+        (None, None, torch.bfloat16),
+    ):
+        config = ace_config(paths, dtype=dtype, out_dtype=out_dtype)
+        out = checkpoint(mergekit_yaml(config, out=f"{dtype}-{out_dtype}"))
+        for name, tensor in base.items():
+            assert tensor.dtype == torch.bfloat16
+            assert out[name].dtype == stored
+            layout = "matrix" if tensor.ndim == 2 else "mean"
+            expected = naive_tensor(tensor, [e[name] for e in experts], layout)
+            half_step = torch.finfo(stored).eps / 2 * 1.01
+            atol = 1e-4 * float((expected - tensor.double()).abs().max())
+            torch.testing.assert_close(out[name].double(), expected, rtol=half_step, atol=atol)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-import yaml
 from checkpoints import ace_config, configure, fine_tuned, rewrite, save_family
-from commands import command
+from commands import run_config
 from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,9 +24,7 @@ LLAMA = {**TEXT, "head_dim": 8, "num_key_value_heads": 2}
 
 def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
     """Merge into `merged`; what is said."""
-    path = folder / "merge.yml"
-    path.write_text(yaml.safe_dump(config))
-    return command("merge", path, folder / "merged", *flags, fails=fails)
+    return run_config("merge", config, folder / "merged", *flags, fails=fails, quiet=False)
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -119,10 +116,8 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
             stored[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
 
     rewrite(path, change)
-    settings = {"quant_method": kind, "weight_block_size": [16, 16]}
-    if kind == "compressed-tensors":
-        settings = {"quant_method": kind, "format": "float-quantized"}
-    configure(path, quantization_config=settings)
+    more = {"weight_block_size": [16, 16]} if kind == "fp8" else {"format": "float-quantized"}
+    configure(path, quantization_config={"quant_method": kind, **more})
     return values
 
 

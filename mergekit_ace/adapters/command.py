@@ -45,21 +45,21 @@ from mergekit_ace.files.saving import (
     save_tensors,
     write_text,
 )
-from mergekit_ace.merge_config import check_config, check_settings, raise_errors
+from mergekit_ace.merge_config import (
+    MergeConfig,
+    check_config,
+    check_settings,
+    raise_errors,
+    read_merge_config,
+)
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError, in_bytes, listed, same_name
-from mergekit_ace.planning import (
-    MergeConfig,
-    PlannedMerge,
-    PlannedTensor,
-    UnplannedTensor,
-    plan_merge,
-    read_merge_config,
-)
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_merge
 
 LOG = logging.getLogger(__name__)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VERSIONS = (*REPORTED_PACKAGES, "peft")  # named in the card
 # What a result is made of; nobody's is replaced unasked.
 _PARTS = (
     CONFIG, WEIGHTS, "adapter_model.bin", "README.md", "mergekit_config.yml", *TOKENIZER_FILES,
@@ -89,7 +89,11 @@ def merge_adapters(
         named = one.config.base_model_name_or_path
         if named and not same_name(named, base.model.path):
             LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
-    with headers_only(_checkpoints(network, [base, *own])):
+    headers = {
+        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
+        for name, tensor in network.state_dict().items()
+    }
+    with headers_only([Checkpoint(model, None, headers) for model in (base, *own)]):
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
         with locked(out):
@@ -109,21 +113,15 @@ def merge_adapters(
 
 def _common_base(config: MergeConfiguration) -> ModelReference:
     """Return the one model that all adapters of a config belong to."""
-    models = config.referenced_models()
+    models, remedy = config.referenced_models(), "merge full models by mergekit-ace merge"
     bases = [base_of(model) for model in models if model.lora is not None]
     base = config.base_model or next(iter(bases), None)
     if not config.models:
-        raise ConfigError(
-            "an adapter fits only the layers that it was trained on, and the config has slices or "
-            "modules; merge full models by mergekit-ace merge"
-        )
+        raise ConfigError(f"slices or modules of layers make no adapter; {remedy}")
     others = [str(model) for model in models if base not in (model, base_of(model))]
     if others or base is None or base not in bases:
-        raise ConfigError(
-            f"{listed(others or [str(base)])} is no adapter of {base}, and only adapters of one "
-            "base merge into an adapter: write `- model: BASE+ADAPTER`, or merge full models by "
-            "mergekit-ace merge"
-        )
+        said = f"{listed(others or [str(base)])} is no adapter of {base}"
+        raise ConfigError(f"{said}: write `- model: BASE+ADAPTER`, or {remedy}")
     return base
 
 
@@ -135,15 +133,6 @@ def _check_folder(out: Path, adapters: Sequence[Adapter], *, overwrite: bool) ->
     there = [name for name in _PARTS if (out / name).exists()]
     if there and not overwrite:
         raise occupied(out, listed(there, 3))
-
-
-def _checkpoints(network: nn.Module, models: Iterable[ModelReference]) -> list[Checkpoint]:
-    """Return models as if each were stored as a base on the meta device is in memory."""
-    headers = {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
-        for name, tensor in network.state_dict().items()
-    }
-    return [Checkpoint(model, None, headers) for model in models]
 
 
 def _plan_tensors(
@@ -167,10 +156,8 @@ def _plan_tensors(
     tensors = [(tensor, changes) for tensor, changes in found if changes]
     for tensor, changes in tensors:
         if reason := leaves_span(tensor, changes.values()):
-            raise ConfigError(
-                f"merge_method: {config.merge_method} makes no adapter: {reason}; merge full "
-                "models by mergekit-ace merge"
-            )
+            said = f"merge_method: {config.merge_method} makes no adapter: {reason}"
+            raise ConfigError(f"{said}; merge full models by mergekit-ace merge")
     raise_errors(check_settings(plan), quiet=options.quiet)
     return plan, tensors
 
@@ -271,14 +258,12 @@ def _card_text(name: str, plan: PlannedMerge, adapters: Sequence[Adapter], what:
     method, base = plan.method, plan.config.referenced_models()[0].model.path  # of all the same
     tags = ["mergekit", "mergekit-ace", "merge", "lora", "peft"]
     head = yaml.safe_dump({"base_model": base, "library_name": "peft", "tags": tags})
-    versions = package_versions(*REPORTED_PACKAGES, "peft")
-    experts = "\n".join(f"* `{one.name}`, rank {one.config.r}" for one in adapters)
+    title, versions = method.spec.pretty_name or method.spec.name, package_versions(*_VERSIONS)
     parts = [
         f"---\n{head}---",
         f"# {name}",
-        f"A LoRA adapter of `{base}`: {what}. `mergekit-ace adapter` made it by "
-        f"{method.spec.pretty_name or method.spec.name} from",
-        experts,
+        f"A LoRA adapter of `{base}`: {what}. `mergekit-ace adapter` made it by {title} from",
+        "\n".join(f"* `{one.name}`, rank {one.config.r}" for one in adapters),
         f"({', '.join(map(' '.join, versions.items()))}), with this configuration:",
         f"```yaml\n{plan.config.source.strip()}\n```",
         *(f"```bibtex\n{one}\n```" for one in getattr(method, "citations", ())),

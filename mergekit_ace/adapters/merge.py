@@ -18,12 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.adapters.read import Adapter, Change, base_of, find_changes
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, has_low_rank
-from mergekit_ace.methods.base import (
-    MERGE_ERRORS,
-    TaskVectorMethod,
-    check_finite,
-    first_that_fits,
-)
+from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod, check_finite, first_that_fits
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
 
@@ -91,10 +86,8 @@ def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
     whole = float(_execute(planned, one, [one] * len(planned.experts)))
     if abs(whole - 1) <= 1e-5:  # float32's digits
         return ""
-    return (
-        f"the weights of {planned.name} sum to {whole:.4g}, so that the base itself would be "
-        "scaled; let them sum to 1, or leave out normalize: false"
-    )
+    scaled = f"the weights of {planned.name} sum to {whole:.4g}, which would scale the base itself"
+    return f"{scaled}; let them sum to 1, or leave out normalize: false"
 
 
 def use_adapters(

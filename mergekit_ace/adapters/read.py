@@ -15,7 +15,6 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, cast
 
-import peft
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
@@ -103,10 +102,8 @@ class Change:
         with safe_open(self.file, framework="pt") as file:  # which lets go what was read before
             tensor = file.get_tensor(name)
         if not torch.isfinite(tensor).all():
-            raise FileError(
-                f"tensor {name} of {self.file} holds NaN or infinite numbers: the training went "
-                "wrong, or the file is damaged; take an earlier checkpoint of it"
-            )
+            said = f"tensor {name} of {self.file} holds NaN or infinite numbers"
+            raise FileError(f"{said}; take an earlier checkpoint")
         return tensor
 
 
@@ -129,12 +126,10 @@ class Adapter:
         for head, table in getattr(self.network, "all_tied_weights_keys", {}).items():
             tied = [self.changes[name] for name in (table, head) if name in self.changes]
             if tied:
-                whole = all(change.whole for change in tied)
-                raise (ConfigError if whole else FileError)(
+                raise (ConfigError if all(change.whole for change in tied) else FileError)(
                     f"{self.file} changes {tied[0].name}, and the base has {table} and {head} "
-                    "tied, as one tensor; put the adapter onto a copy of the base with "
-                    f"`tie_word_embeddings`: false and {table} once more as {head}, and merge with "
-                    "that as the base"
+                    "tied, as one tensor; merge with a copy of the base that has "
+                    f"`tie_word_embeddings`: false, and {table} once more as {head}"
                 )
 
 
@@ -163,8 +158,7 @@ def find_changes(
 
 def adapter_folder(reference: ModelPath) -> Path:
     """Return where an adapter's files are, once they are downloaded."""
-    folder = files.existing_folder(reference.path)
-    if folder is not None:
+    if folder := files.existing_folder(reference.path):
         return folder
     folder = files.hub_file(reference, "adapter_config.json").parent
     try:
@@ -190,11 +184,9 @@ def base_network(base: ModelReference) -> nn.Module:
     try:
         return empty_network(base)
     except Exception as error:  # of transformers: no config, an unknown architecture, no network
-        first = (str(error).splitlines() or [""])[0]
-        raise ConfigError(
-            f"the config of the base model {base} cannot be used ({type(error).__name__}: "
-            f"{first}); its config.json is needed, its weights are not"
-        ) from error
+        why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+        said = f"the config.json of the base model {base} cannot be used ({why})"
+        raise ConfigError(said) from error
 
 
 def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
@@ -218,16 +210,11 @@ def read_adapter(reference: ModelPath | str, network: nn.Module) -> Adapter:
         if headers.keys() & change.tensors
     }
     for lacking in {name for one in changes.values() for name in one.tensors} - headers.keys():
-        raise FileError(
-            f"{file} lacks {lacking}, the other factor of a product that it has; download or save "
-            "the adapter again"
-        )
+        raise FileError(f"{file} lacks {lacking}; download or save the adapter again")
     unscaled = [name for name, change in changes.items() if change.scale == 0]
     if unscaled:
-        logging.getLogger(__name__).warning(
-            "%s has a `lora_alpha` or an `alpha_pattern` of 0, so that %s stays as it is; set it "
-            "to that of the training", settings, unscaled[0],
-        )  # fmt: skip
+        text = "%s has a `lora_alpha` or an `alpha_pattern` of 0, so that %s stays as it is"
+        logging.getLogger(__name__).warning(text, settings, unscaled[0])
     dtype = reduce(torch.promote_types, (DTYPES[header.dtype] for header in headers.values()))
     return Adapter(str(reference), config, changes, network, file, dtype)
 
@@ -245,16 +232,14 @@ def _check_settings(path: Path) -> None:
         refused = ["peft_type"]
     for name in refused:
         raise (FileError if name in newer else ConfigError)(
-            f"{path} has `{name}`: {content.get(name)}, which is more than the products of two "
-            f"factors that peft {peft.__version__} knows; convert it by peft's save_as_lora, "
-            f"{MERGE_MODELS}, or update peft"
+            f"{path} has `{name}`: {content.get(name)}, which is more than products of factors; "
+            f"convert it by peft's save_as_lora, {MERGE_MODELS}, or update peft"
         )
     start = content.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
         raise ConfigError(
-            f"{path} has `init_lora_weights`: {start}, which changed the base before the training, "
-            "so that the adapter means nothing on the original; save it by peft's save_pretrained "
-            "with path_initial_model_for_weight_conversion"
+            f"{path} has `init_lora_weights`: {start}, which changed the base; save it by peft's "
+            "save_pretrained with path_initial_model_for_weight_conversion"
         )
 
 
@@ -272,8 +257,7 @@ def _check_tensors(file: Path, headers: Mapping[str, TensorHeader], shapes: Shap
             remedy = "save the adapter with `stage3_gather_16bit_weights_on_model_save`: true"
         elif shape != expected:
             wrong = f"has the shape {shape}, and config and base ask for {expected}"
-            remedy = "correct `r`, `rank_pattern` or the targets, or give the base that the "
-            remedy += "adapter was trained on, with its vocabulary"
+            remedy = "correct `r`, `rank_pattern`, the targets, or the base and its vocabulary"
         else:
             continue
         raise FileError(f"tensor {name} of {file} {wrong}; {remedy}")
@@ -314,10 +298,8 @@ def _layer_change(place: str, layer: Any) -> Change:
     elif isinstance(base, nn.Linear | nn.Embedding | Conv1D):
         name, weight, flipped = "weight", base.weight, not isinstance(base, nn.Linear)
     else:
-        raise ConfigError(
-            f"{place} is a {type(base).__name__}, and only matrices, tables and packed experts can "
-            "be merged as an adapter"
-        )
+        said = f"{place} is a {type(base).__name__}, not a matrix, a table or packed experts"
+        raise ConfigError(said)
     # A and B, named as in the file: within PEFT's layer it is `lora_A.default.weight`
     tensors = tuple(
         f"{files.PEFT_PREFIX}{place}.{name.replace(f'.{_NAME}', '')}"

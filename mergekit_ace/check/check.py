@@ -1,103 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mergekit-ace check`: what can be known before a merge, and what the merge takes."""
+"""`mergekit-ace check`: what can be known of a merge and its models before it starts."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from mergekit.architecture.base import ConfiguredModelArchitecture
+import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
+from tokenizers import Tokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from mergekit_ace.check.loading import loading_faults, new_faults
-from mergekit_ace.check.models import (
-    check_checkpoints,
-    check_padding,
-    check_tensors,
-    safetensors_dtype,
-)
-from mergekit_ace.files.checkpoints import item_size
+from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.check.loading import check_loading
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, json_or_empty
 from mergekit_ace.files.models import (
     GENERATION,
+    TOKENIZER_CONFIG,
+    VOCABULARY_FILES,
     Checkpoint,
     Checkpoints,
     config_donor,
     headers_only,
     lost_model_files,
-    names_of,
     read_checkpoint,
+    tokenizer_donor,
 )
-from mergekit_ace.merge_config import Finding, check_config, check_keys, check_settings
-from mergekit_ace.methods.architecture import BUFFER, BY_FILES, model_names
-from mergekit_ace.methods.base import TaskVectorMethod, sweep
-from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
-from mergekit_ace.planning import (
-    PlannedMerge,
-    UnplannedTensor,
+from mergekit_ace.merge_config import (
+    HEADS,
+    Finding,
+    check_file,
+    check_settings,
     layer_lists,
+    safetensors_dtype,
+)
+from mergekit_ace.methods.architecture import BY_FILES
+from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed, same_name
+from mergekit_ace.planning import (
+    MergeEstimate,
+    PlannedMerge,
+    PlannedTensor,
+    Treatment,
+    add_unplanned,
+    estimate_merge,
     plan_merge,
-    read_merge_config,
-    read_yaml,
 )
 
-Treatment = Literal["base", "merge", "error"]
-_VOCABULARY = re.compile(r"embed|head|wte")
-MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
-PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
-
-
-@dataclass(frozen=True)
-class MergeEstimate:
-    """What a merge takes, if all experts have changed all tensors and all of them are refined."""
-
-    operations: float  # of floating-point numbers
-    memory: int  # bytes of the process at its largest, about; without what the system caches
-    device_memory: int | None  # bytes on the accelerator; None without one
-    read: int  # bytes
-    written: int
-
-    @property
-    def text(self) -> str:
-        memory = f"about {in_bytes(self.memory)}"
-        if self.device_memory is not None:
-            memory += f", and {in_bytes(self.device_memory)} on the device"
-        return (
-            f"  work  up to {self.operations:.2g} operations\n"
-            f"memory  {memory}\n"
-            f"  disk  reads {in_bytes(self.read)}, writes {in_bytes(self.written)}"
-        )
+DEQUANTISE = (
+    "dequantise it first: load it with transformers, call model.dequantize(), and save it in "
+    "bfloat16"
+)
+_MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
+_ANOTHER = "replace the model by one of the same architecture, or save it again"
+_QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
+# What changes the function that the same weights compute. mergekit writes the base's config.
+_FUNCTION = """
+    model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    hidden_act activation_function rope_theta partial_rotary_factor rms_norm_eps
+    layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
+    max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
+    n_routed_experts
+""".split()
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """Result of a check: findings, errors first; the plan, if there is one, and what it takes."""
+    """Result of a check: findings, errors first; the plan, if there is one; what is merged."""
 
     findings: Sequence[Finding]
     plan: PlannedMerge | None = None
     checkpoints: Checkpoints = field(default_factory=dict)
-    estimate: MergeEstimate | None = None
-    models: Sequence[str] = ()
+    facts: Sequence[str] = ()  # lines on the merge, what it takes, and its models
 
     @property
-    def ok(self) -> bool:
-        return all(finding.level != "error" for finding in self.findings)
+    def errors(self) -> int:
+        return sum(finding.level == "error" for finding in self.findings)
 
     @property
     def text(self) -> str:
-        errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "nothing to complain about: the merge may start"
         if self.findings:
-            verdict = f"errors: {errors}, warnings: {len(self.findings) - errors}"
-        estimate = [self.estimate.text] if self.estimate else []
-        told = [finding.text for finding in self.findings]
-        return "\n".join([*told, verdict, *estimate, "", *self.models])
+            verdict = f"errors: {self.errors}, warnings: {len(self.findings) - self.errors}"
+        return "\n".join([*(finding.text for finding in self.findings), verdict, *self.facts])
 
 
 def check_merge(
@@ -116,16 +108,12 @@ def check_merge(
             itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
         strict: without, only what hinders the plan is found.
     """
-    try:
-        config = read_merge_config(path)
-    except ConfigError as error:
-        findings = [Finding.error(str(error))]
-        with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
-            findings += check_keys(read_yaml(path)[0])
+    config, findings = check_file(path)
+    if config is None:
         return Preflight(findings)
-    findings = [*check_config(config)] if strict else []
+    findings = findings if strict else []
     checkpoints: dict[ModelReference, Checkpoint] = {}
-    plan = estimate = None
+    plan, facts = None, [""]
     models = sorted(config.referenced_models(), key=lambda m: (m != config.base_model, str(m)))
     for model in models:
         try:
@@ -133,52 +121,55 @@ def check_merge(
         except FileError as error:
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
-        bare_adapters = unplanned is None and not options.lora_merge_cache
         if strict:
-            findings += check_checkpoints(checkpoints, config, bare_adapters=bare_adapters)
+            bare_adapters = unplanned is None and not options.lora_merge_cache
+            findings += _check_models(checkpoints, config, bare_adapters)
         with headers_only(list(checkpoints.values())):
             try:
                 plan = plan_merge(config, options, checkpoints, as_run=unplanned is not None)
-                plan, told = _with_unplanned(plan, checkpoints, unplanned or "error")
+                plan, told = add_unplanned(plan, checkpoints, unplanned or "error")
                 findings += told
-                if strict and all(finding.level != "error" for finding in told):
-                    findings += _check_whole(plan, checkpoints)
+                whole = plan.saves.keys() == checkpoints[config_donor(config)].headers.keys()
+                told_all = all(finding.level != "error" for finding in told)
+                if strict and told_all and (config.slices or not whole):
+                    findings += check_loading(plan, checkpoints)
             except Exception as error:  # mergekit raises whatever its parts do
                 text = str(error) or type(error).__name__
                 if isinstance(error, KeyError):  # mergekit looks a module up
                     text = f"the architecture has no part {text}; most have one, called `default`"
                 findings.append(Finding.error(text))
-    lines = list(_model_lines(config, checkpoints))
     if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
-        findings += check_tensors(plan.tensors, checkpoints)
-        findings += check_padding(plan, checkpoints)
+        findings += _check_tensors(plan.tensors, checkpoints)
+        findings += _check_padding(plan, checkpoints)
         findings += check_settings(plan)
         if unplanned is None:
             findings += _check_mergekit_yaml(plan)
-            findings += _check_disk(estimate, out or Path("."))
-        method = plan.method
-        known = method.about if isinstance(method, TaskVectorMethod) else method.spec.pretty_name
-        lines.insert(0, f"method  {known or config.merge_method}")
+            findings += _check_disk(estimate, out or Path())
+        about = getattr(plan.method, "about", plan.method.spec.pretty_name)
+        facts = [estimate.text, "", f"method  {about or config.merge_method}"]
+    facts += [_model_line(one, config.base_model) for one in checkpoints.values()]
     findings.sort(key=lambda finding: finding.level != "error")
-    return Preflight(findings, plan, checkpoints, estimate, lines)
+    return Preflight(findings, plan, checkpoints, facts)
 
 
-def _with_unplanned(
-    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
-) -> tuple[PlannedMerge, list[Finding]]:
-    """Return a plan with what mergekit leaves out of it, and what is said of that."""
-    extra, findings = _treat_unplanned(plan, checkpoints, treatment)
-    plan = plan.extended(extra)
-    if plan.planner.heads and treatment != "base":
-        findings.append(
-            Finding.error(
-                "the models have different numbers of labels, so that "
-                f"{listed(plan.planner.heads)} cannot be merged",
-                f"`mergekit-ace merge --unplanned base` keeps those of {config_donor(plan.config)}",
-            )
+def _model_line(checkpoint: Checkpoint, base: ModelReference | None) -> str:
+    role = "base" if checkpoint.model == base else "expert"
+    parts = [f"{len(checkpoint.headers)} tensors", in_bytes(checkpoint.bytes)]
+    parts += sorted(checkpoint.entries_by_dtype)
+    if size := checkpoint.config.get("vocab_size"):
+        parts.append(f"vocabulary {size}")
+    return f"{role:>6}  {checkpoint.model}: {', '.join(parts)}"
+
+
+def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
+    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free, wanted = shutil.disk_usage(place).free, int(_MARGIN * estimate.written)
+    if free < wanted:
+        yield Finding.error(
+            f"the result takes {in_bytes(wanted)}, but {place} has {in_bytes(free)} left",
+            "free some space, or write elsewhere",
         )
-    return plan, findings
 
 
 def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
@@ -216,161 +207,290 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-def _check_disk(estimate: MergeEstimate, out: Path) -> Iterator[Finding]:
-    place = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    free, wanted = shutil.disk_usage(place).free, int(MARGIN * estimate.written)
-    if free < wanted:
+def _check_models(
+    checkpoints: Checkpoints, config: MergeConfiguration, bare_adapters: bool
+) -> Iterator[Finding]:
+    """Find what is wrong with models, before their merge is planned.
+
+    `bare_adapters` are merged into their base first, and into no cache.
+    """
+    yield from _check_adapters(checkpoints, bare_adapters)
+    yield from _check_dtypes(checkpoints, config)
+    yield from _check_heads(checkpoints, config.base_model)
+    yield from _check_functions(checkpoints, config.base_model)
+    yield from _check_chat_templates(checkpoints, config)
+    yield from _check_tokenizers(checkpoints, config)
+
+
+def _check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+    """Find dtypes that differ, cannot be merged, or are rounded too early."""
+    main = {model: checkpoint.main_dtype for model, checkpoint in checkpoints.items()}
+    wanted = DTYPES.get(safetensors_dtype(config.dtype))
+    for model, own in main.items():
+        yield from _check_quantised(checkpoints[model])
+        if wanted and own in FLOATING and torch.promote_types(wanted, DTYPES[own]) != wanted:
+            yield Finding.warning(
+                f"`dtype: {config.dtype}` rounds {model}, stored as {own}, too early",
+                "write `dtype: float32` and `out_dtype: bfloat16`: rounded once, at the end",
+            )
+    if not config.dtype and len(set(main.values())) > 1:
+        text = ", ".join(f"{model}: {dtype}" for model, dtype in main.items())
+        yield Finding.warning(
+            f"the checkpoints have different dtypes ({text}); the result has the widest",
+            "add a line `dtype: float32`, and `out_dtype: bfloat16` for a small result",
+        )
+
+
+def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find a model whose tensors are not its weights, but codes of them."""
+    settings, counts = checkpoint.config.get("quantization_config"), checkpoint.entries_by_dtype
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else ""
+    if checkpoint.quantised:
+        yield Finding.warning(
+            f"{checkpoint.model} is quantised ({method}): its tensors are dequantised to bfloat16, "
+            "and the result has no quantization_config",
+            "merge by `mergekit-ace merge`; take the original in bfloat16, where there is one",
+        )
+    elif method or checkpoint.main_dtype not in (*FLOATING, ""):
+        by = f" (quantised: {method})" if method else ""
         yield Finding.error(
-            f"the result takes {in_bytes(wanted)}, but {place} has {in_bytes(free)} left",
-            "free some space, or write elsewhere",
+            f"{checkpoint.model} is stored as {', '.join(counts)}{by}, which cannot be merged",
+            f"{DEQUANTISE}. If these are its weights, remove quantization_config from config.json",
         )
 
 
-def _treat_unplanned(
-    plan: PlannedMerge, checkpoints: Checkpoints, treatment: Treatment
-) -> tuple[list[UnplannedTensor], list[Finding]]:
-    """Find the tensors that a merge leaves out, but for buffers that any program computes anew.
-
-    mergekit leaves out, without a word, vision towers, heads that predict several tokens, norms of
-    new architectures, and all of ViT's encoder under the names that it has on the Hub.
-
-    Return what is to be planned beside mergekit's plan, and what is to be said: `treatment` is to
-    copy all of it from the model whose config the result has, or to merge what all models have.
-    """
-    donor = checkpoints[config_donor(plan.config)]
-    lost = {model: _lost_names(checkpoint, plan) for model, checkpoint in checkpoints.items()}
-    own = lost[donor.model]
-    foreign = {model: [n for n in names if n not in own] for model, names in lost.items()}
-    findings = []
-    if own and treatment == "error":
-        findings.append(
-            Finding.error(
-                f"mergekit plans no merge of {_explain({donor.model: own})}; the result would lack "
-                "them",
-                "`mergekit-ace merge --unplanned merge` merges them by their names, `--unplanned "
-                f"base` copies them from {donor.model}. Or save the models under the names that "
-                "they have in memory (save_pretrained(…, save_original_format=False))",
-            )
-        )
-    if any(foreign.values()):
-        findings.append(
-            Finding.warning(
-                f"{donor.model} has no tensors of these names, so the result lacks "
-                f"{_explain(foreign)}",
-                f"save all models in the same way as {donor.model}, if they are of use",
-            )
-        )
-    if treatment == "error":
-        return [], findings
-    models = plan.tensors[0].task.model_order
-    embeddings = [t.weights[donor.model] for t in plan.tensors if donor.model in t.weights]
-    embeddings = [donor.source(weight) for weight in embeddings if weight.vocabulary_axis == 0]
-    rows = {header.shape[0] for header in embeddings if header}
-    extra, partial = [], []
-    for name in own:
-        header = donor.headers[name]
-        common = all(name in checkpoints[model].headers for model in models)
-        merged = treatment == "merge" and common
-        vocabulary = bool(_VOCABULARY.search(name)) and not rows.isdisjoint(header.shape[:1])
-        chosen = models if merged else (donor.model,)
-        extra.append(UnplannedTensor(name, chosen, merged, vocabulary))
-        partial += [] if common else [name]
-    if partial and treatment == "merge":
-        text = f"not all models have {_explain({donor.model: partial})}; copied from there"
-        findings.append(Finding.warning(text))
-    return extra, findings
-
-
-def _lost_names(checkpoint: Checkpoint, plan: PlannedMerge) -> list[str]:
-    """Return the tensors of a checkpoint that mergekit does not know.
-
-    It knows all weights of the architecture, also of layers that are not merged.
-    """
-    model, donor_names = checkpoint.model, model_names(config_donor(plan.config))
-    ties = donor_names.ties if donor_names else {}  # names in memory of what is tied
-    config = model.config(trust_remote_code=plan.options.trust_remote_code)
-    planned = [t.weights[model] for t in plan.tensors if model in t.weights]
-    try:
-        architecture = ConfiguredModelArchitecture(info=plan.architecture, config=config)
-        known = architecture.all_weights()
-    except RuntimeError:  # of another architecture, see --allow-crimes: the plan has to do
-        known = []
-    names = {name for weight in (*known, *planned) for name in names_of(weight)}
-    return [
-        name
-        for name, header in checkpoint.headers.items()
-        if name not in names
-        and not any(name.endswith(key) or key.endswith(name) for key in ties)
-        and not BUFFER.search(name)
-        and header.dtype.startswith(("F", "BF"))
-    ]
-
-
-def _explain(names: Mapping[ModelReference, Sequence[str]]) -> str:
-    """Return which tensors are meant, of which models."""
-    tensors = sorted({name for own in names.values() for name in own})
-    count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)}"
-    models = [str(model) for model, own in names.items() if own]
-    return f"{count} of {listed(models)} ({listed(tensors)})"
-
-
-def _check_whole(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find what the config of the result asks for, or has no place for, before it is merged."""
-    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
-    planned = {tensor.name: tensor.headers(checkpoints) for tensor in plan.tensors}
-    headers = {
-        name: own.get(donor.model, next(iter(own.values()))) for name, own in planned.items() if own
-    }
-    if headers.keys() == donor.headers.keys() and not plan.config.slices:
-        return
-    result = loading_faults(plan.out_config, headers, trust)
-    config = donor.model.config(trust_remote_code=trust)
-    with suppress(ConfigError):  # transformers does not load the models either
-        text = new_faults(result, loading_faults(config, donor.headers, trust), donor.model)
-        if text:
+def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+    """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
+    stored = {m: next(filter(_is_head, one.headers), "") for m, one in checkpoints.items()}
+    ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
+    some = next(filter(None, stored.values()), "")
+    for model, head in stored.items():
+        if not head and ties[model] is False and some:
             yield Finding.error(
-                f"the result would be no model that transformers loads whole: {text}",
-                "see what `slices:` and `modules:` of the config leave out, and what "
-                "`mergekit-ace merge --unplanned` carries over",
+                f"{model} has no {some}, and its config.json does not tie it to the embedding",
+                "save it with its head, or set tie_word_embeddings: true if it has none",
+            )
+        elif base is not None and {ties[base], ties[model]} == {True, False}:
+            tied, own = (base, model) if ties[base] else (model, base)
+            if stored[own] and (tied == base or not stored[tied]):
+                yield Finding.error(
+                    f"{tied} ties its head to the embedding, and {own} has a head of its own",
+                    "save both tied, or both with tie_word_embeddings: false and an lm_head",
+                )
+
+
+def _is_head(name: str) -> bool:
+    return name in HEADS or name.endswith((".lm_head.weight", ".embed_out.weight"))
+
+
+def _ties_head(config: Mapping[str, Any]) -> bool | None:
+    """Return whether transformers ties the head to the embedding; None where that is unknown."""
+    text, kind = config.get("text_config"), config.get("model_type", "")
+    given = {**(text if isinstance(text, dict) else {}), **config}
+    if "tie_word_embeddings" in given or kind not in CONFIG_MAPPING:
+        return given.get("tie_word_embeddings")
+    return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
+
+
+def _check_functions(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+    """Find what the base's `config.json` says differently of an expert's weights."""
+    origin = _function(checkpoints[base].config) if base is not None else {}
+    for model, checkpoint in checkpoints.items():
+        own = _function(checkpoint.config)
+        changed = [
+            f"{key}: {own[key]!s:.40} instead of {value!s:.40}"
+            for key, value in origin.items()
+            if own.get(key, value) != value
+        ]
+        if changed:
+            yield Finding.warning(
+                f"{model} has another config than the base model ({listed(changed)})",
+                "the result has the base's config.json: adjust it there if the experts' is right",
             )
 
 
-def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
-    """Return what a merge takes, from the shapes of its tensors."""
-    config, on_device = plan.config, plan.options.device not in (None, "cpu")
-    operations, read, written = 0.0, 0, 0
-    most = most_on_device = 0  # bytes of one tensor
-    for tensor in plan.tensors:
-        headers = tensor.headers(checkpoints)
-        header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
-        if header is None:
-            continue
-        method, settings = tensor.method, tensor.settings
-        work = sweep(header.shape, max(1, len(headers) - 1))
-        if isinstance(method, TaskVectorMethod):
-            if method.layouts:
-                settings = replace(settings, layout=method.layout(settings, len(header.shape)))
-            weights = zip(settings.experts, settings.weights, strict=True)
-            experts = sum(weight != 0 for model, weight in weights if model in headers)
-            work = method.work(settings, header.shape, experts)
-        merged_in = safetensors_dtype(config.dtype) or header.dtype
-        output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
-        inputs = len(headers) * header.entries * item_size(merged_in)
-        working = work.working + 4 * header.entries  # with the result in float32
-        most = max(most, inputs + output + (0 if on_device else working))
-        most_on_device = max(most_on_device, inputs + working)
-        operations += work.operations
-        read += sum(one.bytes for one in headers.values())
-        written += output
-    memory = PROCESS + most + min(written, plan.options.out_shard_size)  # one shard is held
-    return MergeEstimate(operations, memory, most_on_device if on_device else None, read, written)
+def _function(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `_FUNCTION`, with those of rotary positions among them.
+
+    These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`.
+    """
+    rotary: dict[str, Any] = {}
+    for part in (config.get("rope_scaling"), config.get("rope_parameters")):
+        rotary |= part if isinstance(part, dict) else {}
+    kind = rotary.pop("rope_type", rotary.pop("type", "default"))
+    return {n: config[n] for n in _FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
-def _model_lines(config: MergeConfiguration, checkpoints: Checkpoints) -> Iterator[str]:
-    for model, checkpoint in checkpoints.items():
-        role = "base" if model == config.base_model else "expert"
-        parts = [f"{len(checkpoint.headers)} tensors", in_bytes(checkpoint.bytes)]
-        parts += sorted(checkpoint.entries_by_dtype)
-        if size := checkpoint.config.get("vocab_size"):
-            parts.append(f"vocabulary {size}")
-        yield f"{role:>6}  {model}: {', '.join(parts)}"
+def _check_chat_templates(
+    checkpoints: Checkpoints, config: MergeConfiguration
+) -> Iterator[Finding]:
+    """Find a result without a chat template though all experts have one."""
+    donor = tokenizer_donor(config)
+    speaks = {
+        model: bool(checkpoint.read_json(TOKENIZER_CONFIG).get("chat_template"))
+        or any(map(checkpoint.file, ("chat_template.jinja", "chat_template.json")))
+        for model, checkpoint in checkpoints.items()
+        if model.lora is None and _has_tokenizer(checkpoint)
+    }
+    if not config.chat_template and not speaks.pop(donor, True) and speaks and all(speaks.values()):
+        yield Finding.warning(
+            f"{donor}, whose tokenizer the result has, has no chat template; all others have one",
+            "add the line `chat_template: auto`, which takes that of most models",
+        )
+
+
+def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
+    """Find tokens with other numbers, or what keeps mergekit from aligning them."""
+    base = config.base_model or next(iter(checkpoints))
+    tokens = {m: _tokens(one) for m, one in checkpoints.items() if m.lora is None or m == base}
+    for model, own in tokens.items():
+        if not own and checkpoints[model].file("tokenizer.json"):
+            message = f"the tokenizer of {model} is damaged: tokenizer.json cannot be read"
+            yield Finding.error(message, "download or save it again")
+    aligned = bool(config.tokenizer or config.tokenizer_source)
+    if aligned and not _has_tokenizer(checkpoints[base]):
+        yield Finding.error(
+            f"tokenizer: the base model {base} has no tokenizer to begin with",
+            "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
+        )
+    first = base if tokens[base] else next((m for m in tokens if tokens[m]), base)
+    known, numbers = tokens[first], {number: token for token, number in tokens[first].items()}
+    for model, own in tokens.items() if config.base_model and not aligned else ():
+        different = [
+            repr(token)
+            for token, number in sorted(own.items())
+            if known.get(token, number) != number or numbers.get(number, token) != token
+        ]
+        new = [repr(token) for token in sorted(own.keys() - known.keys())]
+        if different:
+            yield Finding.error(
+                f"{model} numbers {len(different)} tokens differently from "
+                f"{'the base model' if first == base else first}: {listed(different)}",
+                "add the line `tokenizer: {source: base}` (or union), which aligns them",
+            )
+        elif new and first == base:
+            yield Finding.warning(
+                f"{model} has {len(new)} tokens that the base model's tokenizer, which the "
+                f"result gets, lacks: {listed(new)}",
+                "add the lines `tokenizer: {source: union}`, if the result needs them",
+            )
+
+
+def _has_tokenizer(checkpoint: Checkpoint) -> bool:
+    return any(map(checkpoint.file, VOCABULARY_FILES))
+
+
+def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the numbers of all tokens; empty without a tokenizer that can be read here."""
+    source, fast = checkpoint.model.model, checkpoint.file("tokenizer.json")
+    with suppress(Exception):  # of many kinds: a damaged file, a missing library, code of its own
+        if fast:
+            return Tokenizer.from_file(str(fast)).get_vocab()
+        if _has_tokenizer(checkpoint):
+            options = {"revision": source.revision, "trust_remote_code": False}
+            return AutoTokenizer.from_pretrained(source.path, **options).get_vocab()
+    return {}
+
+
+def _check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find tensors that a model lacks, or that have another shape, or are no weights.
+
+    Whole numbers that are the same in all models are copied (counters, masks).
+    """
+    wrong: dict[tuple[ModelReference, str], list[str]] = defaultdict(list)
+    for tensor in tensors:
+        headers, output = tensor.headers(checkpoints), tensor.task.output_weight
+        dtypes = {header.dtype for header in headers.values()}
+        copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
+        aligned = tensor.task.gather_tensors is not tensor.gather  # rows, by their tokens
+        first = next((headers[m] for m in (tensor.base, *headers) if m in headers), None)
+        for model, weight in tensor.weights.items():
+            header = headers.get(model)
+            if header is None or first is None:
+                needed = not output.optional or model == tensor.base
+                if headers or not output.optional:
+                    wrong[model, "needed" if needed else "lacking"].append(weight.name)
+            elif header.dtype not in FLOATING and not copied:
+                wrong[model, header.dtype].append(weight.name)
+            elif header.shape != first.shape and not aligned:
+                kind = "shape" if output.vocabulary_axis is None else "vocabulary"
+                text = f"{tensor.name} {header.shape} instead of {first.shape}"
+                wrong[model, kind].append(text)
+    for (model, kind), names in wrong.items():
+        where, lacks = listed(names, 3), f"{model} lacks {len(names)} of {len(tensors)} tensors"
+        if kind == "needed":
+            yield Finding.error(f"{lacks}: {where}", _ANOTHER)
+        elif kind == "lacking":
+            remedy = f"{_ANOTHER}; otherwise these tensors are merged without it"
+            yield Finding.warning(f"{lacks}: {where}", remedy)
+        elif kind == "vocabulary":
+            remedy = "align them: add the line `tokenizer: {source: base}` (or union)"
+            yield Finding.error(f"{model} has another vocabulary: {names[0]}", remedy)
+        elif kind == "shape":
+            yield Finding.error(
+                f"{model} has {len(names)} tensors of another shape: {where}",
+                f"remove {model}, or set base_model to the model that it was fine-tuned from",
+            )
+        elif not any(_check_quantised(checkpoints[model])):  # else it is said of the whole model
+            yield Finding.error(
+                f"{model} has {len(names)} tensors in {kind}, which cannot be merged: {where}",
+                f"save it in bfloat16, float16 or float32; if it is quantised, {DEQUANTISE}",
+            )
+
+
+def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
+    config, tensors = plan.config, plan.tensors
+    aligned = next((t for t in tensors if t.task.gather_tensors is not t.gather), None)
+    base = config.base_model or next(iter(checkpoints))
+    header = aligned.headers(checkpoints).get(base) if aligned else None
+    if aligned is None or header is None:
+        return
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    named: dict[str, list[Any]] = {"base": [base], "union": list(checkpoints)}
+    models = named.get(str(source), [source])
+    known = {token for m in models if m in checkpoints for token in _tokens(checkpoints[m])}
+    tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
+    rows = header.shape[aligned.task.output_weight.vocabulary_axis]
+    left = tokens + -tokens % (plan.vocabulary_multiple or 1)
+    if known and left < rows:
+        yield Finding.warning(
+            f"{aligned.name} has {rows} rows in {base}, and {left} in the result, whose tokenizer "
+            f"has {tokens} tokens: the other rows, of padding, are left out",
+            f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
+        )
+
+
+def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
+    """Find what hinders adapters, or does not fit the models that they are put onto."""
+    adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
+    ours = "merge by mergekit-ace merge, which need not; or "
+    for model, lora in adapted:
+        try:
+            read_adapters([model])[model].check_ties()
+        except ConfigError:  # mergekit merges it by PEFT
+            ours = ""
+        except FileError as error:
+            yield Finding.error(str(error))
+        settings = json_or_empty(Path(lora.path, "adapter_config.json"))
+        base = model.model
+        made_for = settings.get("base_model_name_or_path")
+        if made_for and not same_name(_QUANTISED_NAME.sub("", made_for), base.path):
+            yield Finding.warning(
+                f"the adapter {lora} was trained on {made_for}, not on {base}",
+                "put it onto the model that it was trained on",
+            )
+        revision = settings.get("revision")
+        known = revision in (None, "main", base.revision)  # PEFT seldom writes it
+        if not known and not Path(base.path).is_dir():
+            yield Finding.warning(
+                f"the adapter {lora} was trained on revision {revision} of {base.path}",
+                f"write {base.path}@{revision}+{lora}",
+            )
+    if adapted and bare:
+        names = listed([str(lora) for _, lora in adapted])
+        yield Finding.warning(
+            f"mergekit-yaml merges adapters into their base first: {names}",
+            f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
+            "mergekit-yaml and to this check",
+        )

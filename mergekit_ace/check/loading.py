@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from mergekit_ace.files.checkpoints import DTYPES, TensorHeader, read_headers
+from mergekit_ace.files.models import Checkpoints, config_donor
+from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import ConfigError, listed, without_numbers
+from mergekit_ace.planning import PlannedMerge
 
 _FAILURE = "its tensors cannot be put together"
 Faults = Mapping[str, Sequence[str]]  # names of tensors by what is wrong with them
@@ -27,25 +30,41 @@ def verify_model(
 ) -> str:
     """Return what is wrong with a result as transformers would load it; empty for a whole model.
 
-    Only headers are read. `donor` is the model that gave the result its config, see `new_faults`.
+    Only headers are read. `donor` is the model that gave the result its config, see `_new_faults`.
     """
     config = merged_model(folder).config(trust_remote_code=trust_remote_code)
-    result = loading_faults(config, read_headers(folder), trust_remote_code)
+    result = _loading_faults(config, read_headers(folder), trust_remote_code)
     if not result:
         return ""
-    config = donor.config(trust_remote_code=trust_remote_code)
-    origin = loading_faults(config, read_headers(donor_folder), trust_remote_code)
-    return new_faults(result, origin, donor)
+    return _new_faults(result, donor, read_headers(donor_folder), trust_remote_code)
 
 
-def new_faults(result: Faults, origin: Faults, donor: ModelReference) -> str:
+def check_loading(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find what the config of a result asks for, or has no place for, before it is merged."""
+    donor, trust = checkpoints[config_donor(plan.config)], plan.options.trust_remote_code
+    planned = {tensor.name: tensor.headers(checkpoints) for tensor in plan.tensors}
+    headers = {
+        name: own.get(donor.model, next(iter(own.values()))) for name, own in planned.items() if own
+    }
+    result = _loading_faults(plan.out_config, headers, trust)
+    with suppress(ConfigError):  # transformers does not load the models either
+        if text := _new_faults(result, donor.model, donor.headers, trust):
+            yield Finding.error(
+                f"the result would be no model that transformers loads whole: {text}",
+                "see what `slices:` and `modules:` of the config leave out, and what "
+                "`mergekit-ace merge --unplanned` carries over",
+            )
+
+
+def _new_faults(
+    result: Faults, donor: ModelReference, headers: Mapping[str, TensorHeader], trust: bool
+) -> str:
     """Return in words what is wrong with a result, and with no layer of the donor of its config.
 
-    What the donor lacks or has too many of, such as a head, the result may as well.
-
-    Raises:
-        ConfigError: transformers does not load the donor either.
+    What the donor lacks or has too many of, such as a head, the result may as well. A `ConfigError`
+    says that transformers does not load the donor either.
     """
+    origin = _loading_faults(donor.config(trust_remote_code=trust), headers, trust)
     if _FAILURE in origin:
         raise ConfigError(f"transformers does not load {donor} either: {origin[_FAILURE][0]}")
     texts = []
@@ -57,7 +76,7 @@ def new_faults(result: Faults, origin: Faults, donor: ModelReference) -> str:
     return "; ".join(texts)
 
 
-def loading_faults(
+def _loading_faults(
     config: PretrainedConfig, headers: Mapping[str, TensorHeader], trust_remote_code: bool
 ) -> Faults:
     """Load a checkpoint without its values by transformers; return names by what is wrong."""

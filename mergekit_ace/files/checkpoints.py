@@ -165,10 +165,11 @@ def check_model_folder(folder: Path) -> None:
         try:
             CONFIG_MAPPING[kind].from_json_file(path)  # it may hold {"__float__": "Infinity"}
         except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
-            raise FileError(
-                f"{path} is no config of `model_type`: {kind!r} that this version of transformers "
-                f"reads: {str(error).strip()}; correct it, or update transformers"
-            ) from error
+            said = (
+                f"{path} is no config of `model_type`: {kind!r} that this version of transformers"
+            )
+            remedy = "correct it, or update transformers"
+            raise FileError(f"{said} reads: {str(error).strip()}; {remedy}") from error
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"):
         if os.path.lexists(folder / name):
             read_json(folder / name)
@@ -228,10 +229,8 @@ def check_reference(model: ModelReference) -> None:
         names = read_json(folder / "config.json").get("architectures")
         known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
         if not known and model.override_architecture is None:
-            raise FileError(
-                f"{folder / 'config.json'} has `architectures`: {names!r} instead of a list of "
-                "one name, by which mergekit knows the model; correct it after the base model's"
-            )
+            said = f"{folder / 'config.json'} has `architectures`: {names!r} instead of a list of"
+            raise FileError(f"{said} one name; correct it after the base model's")
     if model.lora and (folder := existing_folder(model.lora.path)):
         check_adapter_folder(folder)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -27,8 +28,10 @@ LOCK_FILE = ".mergekit-ace.lock"  # in a folder that a run is writing to
 
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield where a file is written at first; what is there is removed, as it may be a link."""
+    """Yield where a file or folder is written first; what is there is removed: it may be a link."""
     partial = Path(f"{os.fspath(path)}.partial")
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
     partial.unlink(missing_ok=True)
     yield partial
     os.replace(partial, path)
@@ -92,10 +95,8 @@ def check_apart(read: Iterable[str], written: Sequence[Path]) -> None:
     for place in (Path(os.path.realpath(os.path.expanduser(path))) for path in read):
         for folder in (one.resolve() for one in written if place.exists()):
             if folder.is_relative_to(place) or place.is_relative_to(folder):
-                raise ConfigError(
-                    f"{folder} is or holds {place}, which is read, or lies in it; choose another "
-                    "folder"
-                )
+                said = f"{folder} is or holds {place}, which is read, or lies in it"
+                raise ConfigError(f"{said}; choose another folder")
 
 
 def flush_to_disk(path: str | os.PathLike) -> None:

@@ -86,6 +86,10 @@ class StatisticsIndex(BaseModel, extra="forbid"):
     config: dict[str, Any] = {}  # of the run, as it was resolved
     package: str = ""  # version of this package
 
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, whole or not at all."""
+        write_text(folder / INDEX_FILE, self.model_dump_json(indent=1))
+
 
 class Statistics:
     """A folder of statistics; tensors are mapped from its files when they are asked for."""
@@ -102,18 +106,15 @@ class Statistics:
             self.index = StatisticsIndex.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
             what = "is no file of statistics" if self.path.is_file() else "is missing"
-            raise FileError(
-                f"{self.path} {what}; give the statistics.json that `mergekit-ace statistics` wrote"
-            ) from error
+            said = f"{self.path} {what}; give the one that `mergekit-ace statistics` wrote"
+            raise FileError(said) from error
         self._headers: list[dict[str, TensorHeader]] = []
         for expert in self.index.experts:
             try:
                 files = [read_file_header(self.path.parent / name) for name in expert.files]
             except FileError as error:
-                raise FileError(
-                    f"the statistics of {expert.task} cannot be used: {error}; or delete it, and "
-                    "run `mergekit-ace statistics` again, which measures what is missing"
-                ) from error
+                said = f"the statistics of {expert.task} cannot be used: {error}"
+                raise FileError(f"{said}; or delete it, and measure it again") from error
             self._headers.append({name: one for file in files for name, one in file.items()})
 
     @cached_property
@@ -129,13 +130,6 @@ class Statistics:
     def read(self, expert: int, name: str) -> Tensor:
         """Return what was measured, on the CPU, mapped from its file."""
         return _open(self._headers[expert][name].file).get_tensor(name)
-
-
-def save_index(folder: Path, index: StatisticsIndex) -> None:
-    """Write `statistics.json`, whole or not at all; one that says the same keeps its time."""
-    path, text = folder / INDEX_FILE, index.model_dump_json(indent=1)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        write_text(path, text)
 
 
 load_statistics = read_once(Statistics)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import click
 import torch
@@ -27,7 +27,7 @@ from mergekit.merge import (
     _update_config_vocab,
 )
 from mergekit.tokenizer import TokenizerInfo
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from safetensors import safe_open
 
 from mergekit_ace.adapters.read import base_of
@@ -36,7 +36,7 @@ from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_fil
 from mergekit_ace.files.saving import LOCK_FILE, check_apart, flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
 from mergekit_ace.merging.shards import Shard, ShardResult
-from mergekit_ace.naming import ConfigError
+from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import PlannedMerge
 
 _LOG = logging.getLogger(__name__)
@@ -63,10 +63,7 @@ class Manifest(BaseModel):
 
     identity: dict[str, Any]  # what the result depends on, as `plan.fingerprint` returns it
     # SHA-256 of every finished file; empty for a shard without a file, all its tensors being absent
-    files: dict[
-        Annotated[str, Field(pattern=r"^\w[^/\\]*(/\w[^/\\]*)?$")],  # at most one folder deep
-        Annotated[str, Field(pattern="^([0-9a-f]{64})?$")],
-    ] = {}
+    files: dict[str, str] = {}
     complete: bool = False  # whether the directory holds a model
     format: Literal[4] = 4
 
@@ -79,9 +76,8 @@ class Manifest(BaseModel):
         except FileNotFoundError:
             return None
         except (ValueError, OSError) as error:
-            raise ConfigError(
-                f"{path} is damaged, or another version's; --overwrite starts anew"
-            ) from error
+            said = f"{path} is damaged, or another version's; --overwrite starts anew"
+            raise ConfigError(said) from error
 
 
 def check_own(folder: Path, *, overwrite: bool) -> None:
@@ -98,11 +94,9 @@ def check_own(folder: Path, *, overwrite: bool) -> None:
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in killed)
     model = [name for name in foreign if any(fnmatch(name, part) for part in (*_MARKS, *_WEIGHTS))]
     if foreign and not (model and overwrite):
-        raise ConfigError(
-            f"{folder} holds {'a model that is' if model else 'files that are'} none of a merge "
-            f"({', '.join((model or foreign)[:3])}); choose a directory that is new or empty"
-            f"{', or --overwrite' if model else ''}"
-        )
+        what = f"{'a model that is' if model else 'files that are'} none of a merge"
+        remedy = f"choose a new or empty folder{', or --overwrite' if model else ''}"
+        raise ConfigError(f"{folder} holds {what} ({listed(model or foreign, 3)}); {remedy}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +142,6 @@ class OutputFolder:
                 del manifest.files[name]
                 manifest.complete = False
                 say(plan, f"{name} is not what it was when it was finished: it is made again")
-        finished = sizes.keys() & manifest.files.keys()
         manifest.complete &= {*sizes, "config.json"} <= manifest.files.keys()
         tokens = plan.config.tokenizer
         source = tokens.source if tokens else plan.config.tokenizer_source
@@ -157,7 +150,8 @@ class OutputFolder:
             manifest.files.clear()
             say(plan, "a merge with a joint tokenizer (`source: union`) begins anew")
             return set()
-        say(plan, f"{len(finished)} of {len(shards)} shards are finished and kept")
+        finished = len(sizes.keys() & manifest.files.keys())
+        say(plan, f"{finished} of {len(shards)} shards are finished and kept")
         return edited
 
     def begin(self, *, overwrite: bool, kept: Collection[str]) -> None:
@@ -165,14 +159,12 @@ class OutputFolder:
 
         With `overwrite`, drop the model, or the unfinished merge, that is there.
         """
-        for name in set(_MARKS) - set(kept):
-            (self.path / name).unlink(missing_ok=True)
-        for pattern in (MANIFEST_FILE, *_WEIGHTS, *READ_BESIDE) if overwrite else ():
+        dropped = (MANIFEST_FILE, *_WEIGHTS, *READ_BESIDE) if overwrite else ()
+        for pattern in (*(set(_MARKS) - set(kept)), *dropped):
             for path in self.path.glob(pattern):
                 path.unlink()
-        if overwrite:
-            shutil.rmtree(self.path / MORE_TEMPLATES, ignore_errors=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        for folder in (MORE_TEMPLATES, SCRATCH_FOLDER) if overwrite else (SCRATCH_FOLDER,):
+            shutil.rmtree(self.path / folder, ignore_errors=True)
         self.scratch.mkdir(exist_ok=True)
         self.enter({}, complete=False)
 
@@ -251,11 +243,10 @@ class OutputFolder:
         add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
         files = [path for path in staging.rglob("*") if path.is_file()]
         names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
-        hashes = {}
-        for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
+        hashes = {name: sha256(staging / name) for name in names}
+        for name in names:
             flush_to_disk(staging / name)
-            hashes[name] = sha256(staging / name)
-        for name in hashes:
+        for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
             self.move_in(staging / name, name)
         self.enter(hashes, complete=True)
 

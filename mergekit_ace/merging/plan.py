@@ -17,21 +17,15 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 
 from mergekit_ace.adapters.merge import use_adapters
-from mergekit_ace.adapters.read import (
-    Adapter,
-    adapter_folder,
-    base_of,
-    find_changes,
-    read_adapters,
-)
-from mergekit_ace.check.check import Treatment, check_merge
+from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
+from mergekit_ace.check.check import check_merge
 from mergekit_ace.files.models import Checkpoints, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
-from mergekit_ace.planning import PlannedMerge
+from mergekit_ace.planning import PlannedMerge, Treatment
 
 # Flags that change neither a tensor nor which files there are. The number of threads is one that
 # does: the last bits of a sum depend on it.
@@ -73,10 +67,8 @@ def _check_places(model: ModelReference, adapter: Adapter) -> None:
     found = [find_changes({model: WeightInfo(name=name)}, {model: adapter}) for name in names]
     held = {changes[model].name for changes in found if changes}
     if homeless := [name for name in adapter.changes if name not in held]:
-        raise ConfigError(
-            f"{model.lora} has {listed(homeless)}, which {base} does not; merge the adapter into "
-            "its base by peft's merge_and_unload, and give the model that save_pretrained writes"
-        )
+        said = f"{model.lora} has {listed(homeless)}, which {base} does not"
+        raise ConfigError(f"{said}; give the model that peft's merge_and_unload makes of both")
 
 
 def input_files(plan: PlannedMerge) -> set[Path]:
@@ -91,8 +83,9 @@ def input_files(plan: PlannedMerge) -> set[Path]:
 
 def fingerprint(plan: PlannedMerge) -> dict[str, Any]:
     """Return what a merge depends on, as JSON; where it has changed, the merge is not resumed."""
-    reports = {Path(path).expanduser().resolve() for path in plan.named_paths("report")}
-    files = {path for path in input_files(plan) if path.is_file() and path.resolve() not in reports}
+    reports = [Path(path).expanduser().resolve() for path in plan.named_paths("report")]
+    written = {*reports, *(path.with_name(f"{path.name}.partial") for path in reports)}
+    files = {path for path in input_files(plan) if path.is_file() and path.resolve() not in written}
     named = plan.named_paths(*FILE_PARAMETERS)  # folders among them
     flags = plan.options.model_dump(exclude=set(_FREE_FLAGS))
     return {

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import torch
@@ -18,7 +18,6 @@ from mergekit.options import MergeOptions
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from mergekit_ace.check.check import Treatment, estimate_merge
 from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
 from mergekit_ace.files.checkpoints import check_references
 from mergekit_ace.files.models import config_donor, own_loaders
@@ -30,7 +29,7 @@ from mergekit_ace.merging.workers import Compute, find_workers
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.base import flush_notices, notice
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.planning import PlannedMerge
+from mergekit_ace.planning import PlannedMerge, Treatment, estimate_merge
 
 
 def run_shards(
@@ -40,7 +39,7 @@ def run_shards(
     *,
     workers: int = 1,
     ray: str | None = None,
-    overwrite: bool = False,
+    overwrite: bool | Literal["changed"] = False,
     strict: bool = True,
     unplanned: Treatment = "error",
 ) -> PlannedMerge:
@@ -49,25 +48,28 @@ def run_shards(
     Args:
         workers: processes that compute, or tasks of a cluster; 1 without a cluster: this process.
         ray: address of a Ray cluster, `auto` for the one at hand.
-        overwrite: drop whatever merge or model is there, instead of going on with it.
+        overwrite: drop whatever merge or model is there, instead of going on with it; `changed`:
+            only a merge whose config or inputs have changed.
         strict: stop at errors of the check before and after the merge.
         unplanned: treatment of tensors that mergekit's architecture does not plan.
     """
     start, path = time.monotonic(), Path(os.path.abspath(out))
-    if options.multi_gpu or options.async_write or options.write_threads != 1:
+    side_by_side = options.multi_gpu or options.async_write or options.write_threads != 1
+    if side_by_side or not options.safe_serialization:
         raise ConfigError(
-            "--multi-gpu, --gpu-rich, --async-write and --write-threads are for one process; give "
-            "--workers N, with --cuda for a GPU each: one computes while another writes"
+            "leave out --multi-gpu, --gpu-rich, --async-write, --write-threads (give --workers N, "
+            "with --cuda for a GPU each) and --no-safe-serialization"
         )
-    if not options.safe_serialization:
-        raise ConfigError("a result is written in safetensors: leave out --no-safe-serialization")
-    check_own(path, overwrite=overwrite)
+    anew = overwrite is True
+    check_own(path, overwrite=anew)
     with locked(path), own_loaders():
-        known = None if overwrite else Manifest.read(path)
+        known = None if anew else Manifest.read(path)
         plan, checkpoints = plan_run(config, options, unplanned, strict=strict)
         identity = fingerprint(plan)
         if known and (changed := differences(known.identity, identity)):
-            raise occupied(path, "a merge that cannot be resumed", changed)
+            if not overwrite:
+                raise occupied(path, "a merge that cannot be resumed", changed)
+            known, anew = None, True
         folder = OutputFolder(path, known or Manifest(identity=identity))
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
         tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None
@@ -79,7 +81,7 @@ def run_shards(
             job = MergeJob(options, plan.tokenizer_task, tokenizer, str(folder.scratch))
             count, address = (workers, ray) if todo else (1, None)
             compute = find_workers(job, count, address, memory)  # before anything is dropped
-            folder.begin(overwrite=overwrite, kept=edited)
+            folder.begin(overwrite=anew, kept=edited)
             _compute(folder, plan, todo, compute)
             folder.complete(plan, tokenizer, shards, edited)
         shutil.rmtree(folder.scratch, ignore_errors=True)
@@ -96,10 +98,8 @@ def _compute(
     """Have shards computed, and enter them; nobody else touches the directory and the manifest."""
     needed, free = sum(shard.bytes for shard in todo), shutil.disk_usage(folder.path).free
     if 0 < free < needed:  # some network file systems tell nothing
-        raise ConfigError(
-            f"{folder.path} needs {needed / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB "
-            "free; make room and give the same command again"
-        )
+        more, left = f"{needed / 1e9:.1f} GB more", f"{free / 1e9:.1f} GB free"
+        raise ConfigError(f"{folder.path} needs {more}, and its disk has {left}; make room")
     quiet, done = plan.options.quiet or not todo, 0
     bar = tqdm(desc="merging", total=needed, unit="B", unit_scale=True, leave=False, disable=quiet)
     with bar, closing(compute(todo, bar)) as results:
@@ -128,10 +128,7 @@ def _check_result(folder: Path, plan: PlannedMerge, *, strict: bool) -> None:
     except ConfigError as error:
         say(plan, f"whether the result loads was not checked: {str(error).splitlines()[0]}")
         return
-    text = (
-        f"{folder} is no model that transformers loads whole: {problem}. The files stay. See what "
-        "`slices:` and `modules:` of the config leave out, and what --unplanned carries over"
-    )
+    text = f"{folder} is no model that transformers loads whole: {problem}. The files stay"
     if problem and strict:
         raise ConfigError(text)
     if problem:
@@ -167,7 +164,5 @@ def try_prompt(folder: Path, plan: PlannedMerge, prompt: str) -> None:
                 loss = float(model(inputs if encoder else labels, labels=labels).loss)
             click.echo(f"{reference}: {said!r}, loss per token {loss:.5g}")
     except Exception as error:  # of many kinds, from model classes, tokenizers and the prompt
-        raise ConfigError(
-            f"the merge is complete, and --try failed, which needs a model that generates text and "
-            f"its tokenizer: {error}"
-        ) from error
+        said = "the merge is complete, and --try failed, which needs a model that generates text"
+        raise ConfigError(f"{said} and its tokenizer: {error}") from error

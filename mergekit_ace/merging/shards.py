@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,8 @@ def compute_shard(job: MergeJob, shard: Shard, bar: tqdm | None = None) -> Shard
 
 def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     if (here := package_versions(*MERGE_PACKAGES)) != job.versions:
-        raise ConfigError(
-            f"a worker has other packages ({here}) than the driver ({job.versions}); "
-            "install the same on all nodes of the cluster"
-        )
+        said = f"a worker has other packages ({here}) than the driver ({job.versions})"
+        raise ConfigError(f"{said}; install the same on all nodes")
     os.chdir(job.folder)  # a worker of a cluster is elsewhere
     torch.set_num_threads(job.threads)
     LoaderCache().setup(job.options)
@@ -155,11 +153,11 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
             bar.update(shard.sizes[save.tensor_name])
     writer.finalize()
     lines = {path: own for path, own in reports.items() if os.path.exists(own)}
-    path = next(folder.glob("*.safetensors"), None)
-    if path is None:
-        return ShardResult(reports=lines, notices=take_notices())
-    flush_to_disk(path)
-    return ShardResult(str(path), sha256(path), lines, take_notices())
+    result = ShardResult(reports=lines, notices=take_notices())
+    for path in folder.glob("*.safetensors"):  # one, or none
+        flush_to_disk(path)
+        result = replace(result, path=str(path), sha256=sha256(path))
+    return result
 
 
 def _report_into(folder: Path, save: SaveTensor, reports: dict[str, str]) -> SaveTensor:

@@ -88,7 +88,7 @@ def _compute_in_processes(
             gpus = gpus[: max(1, len(gpus) - 1)]
             text = "a worker died: out of memory, or killed"
             if fruitless == _ATTEMPTS:
-                text = f"{_ATTEMPTS} times {text}, before it was finished; give fewer --workers"
+                text = f"{_ATTEMPTS} times {text}; give fewer --workers"
                 yield missing[0], ShardResult(error=text)
             tqdm.write(f"{text}; {min(len(gpus), len(missing))} go on", file=sys.stderr)
 
@@ -157,9 +157,8 @@ def _find_cluster(job: MergeJob, address: str, memory: int) -> Callable[[Shard],
     if not any(all(node.get(name, 0) >= need for name, need in needed.items()) for node in nodes):
         ray.shutdown()
         raise ConfigError(  # instead of waiting for ever
-            f"no node of the cluster has room for a worker: it needs {needed['CPU']} CPUs (threads "
-            f"of torch: -j), {needed['GPU']} GPUs and {memory / 1e9:.1f} GB of memory (less with a "
-            "smaller --out-shard-size)"
+            f"no node of the cluster has room for a worker: {needed['CPU']} CPUs (-j), "
+            f"{needed['GPU']} GPUs, {memory / 1e9:.1f} GB of memory (--out-shard-size)"
         )
     task = ray.remote(
         num_cpus=needed["CPU"],

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mergekit.architecture.json_definitions import (
     JsonModuleArchDef,
     JsonModuleArchitecture,
 )
-from mergekit.common import ModelReference, get_auto_cls
+from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.io import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -50,7 +50,7 @@ from mergekit_ace.files.models import names_of
 from mergekit_ace.naming import natural_order, without_numbers
 
 LOG = logging.getLogger(__name__)
-_LOCK = threading.Lock()  # one thread builds, the others wait
+_LOCK = threading.Lock()
 _PACKED_TRANSPOSED = {"Llama4TextExperts"}  # whose class does not say so by `is_transposed`
 BY_FILES = "by the names in files"  # the kind of an architecture that mergekit does not infer
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name, as mergekit reads it
@@ -59,29 +59,13 @@ BUFFER = re.compile(r"(inv_freq|(cos|sin)_cached|masked_bias|position_ids|(attn|
 _TEXT_PART = re.compile(r"\b(language_model|text_model)\.")
 
 
-@dataclass(frozen=True)
-class Kinds:
-    """What kind weights are of, by names without layer numbers and the model's prefix."""
-
-    kinds: Mapping[str, StoredKind] = field(default_factory=dict)
-    convolutional: bool = False  # whether the network has no embeddings, as a ResNet
-
-    def of(self, tensor_name: str | None) -> StoredKind | None:
-        """Return the kind of a weight; None for one that is a matrix as it is stored."""
-        template = without_numbers(tensor_name or "") if self.kinds else ""
-        for known, kind in self.kinds.items():
-            if template == known or template.endswith("." + known):
-                return kind
-        return "kernel" if self.convolutional else None
-
-
 def is_table(model: Hashable, tensor_name: str | None) -> bool:
     """Return whether rows of a weight are looked up, also where it is the head.
 
     The first question about a model, which builds it, must come from the main thread: others do not
     know whether remote code is trusted.
     """
-    return _kinds(model).of(tensor_name) in ("table", "head")
+    return _kind(model, tensor_name) in ("table", "head")
 
 
 def stored_layout(
@@ -97,60 +81,21 @@ def stored_layout(
     Where a method has a rule for `tables`, embeddings are such unless they are the head as well,
     with no fewer rows than columns.
     """
-    kind = _kinds(model).of(tensor_name)
+    kind = _kind(model, tensor_name)
     if kind == "table" and not tables:
         kind = None
     return resolve_layout(chosen, tensor_name, ndim, kind)
 
 
-def _kinds(model: Hashable) -> Kinds:
-    if not isinstance(model, ModelReference) or os.path.isfile(model.model.path):
-        return Kinds()  # bare tensors have no architecture
-    with _LOCK:
-        return _read_kinds(model)
-
-
-@lru_cache(maxsize=16)
-def _read_kinds(model: ModelReference) -> Kinds:
-    try:
-        return _kinds_in(empty_network(model), tensor_names(model) or ())
-    except Exception as error:
-        LOG.warning(
-            "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
-            "taken as stored (out, in). For Conv1D weights set layout: transposed with a filter.",
-            model, type(error).__name__, error,
-        )  # fmt: skip
-        return Kinds()
-
-
-def _kinds_in(network: PreTrainedModel, stored: Sequence[str]) -> Kinds:
-    kinds: dict[str, StoredKind] = {}
-    head: torch.Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
-    for path, module in network.named_modules():
-        if isinstance(module, Conv1D):
-            kinds[f"{path}.weight"] = "transposed"
-        elif isinstance(module, torch.nn.Embedding):
-            tied = head is not None and module.weight is head and len(head) >= head.shape[1]
-            kinds[f"{path}.weight"] = "head" if tied else "table"
-        elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
-            for name, parameter in module.named_parameters():
-                if parameter.ndim == 3:
-                    kinds[f"{path}.{name}"] = "transposed"
-    convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
-    memory, prefix = read_names(network, stored).memory, f"{network.base_model_prefix}."
-    kinds.update({name: kinds[known] for name, known in memory.items() if known in kinds})
-    templates: dict[str, StoredKind] = {
-        without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()
-    }
-    return Kinds(templates, convolutional)
+def _kind(model: Hashable, tensor_name: str | None) -> StoredKind | None:
+    names = model_names(model)
+    return names.kind(tensor_name) if names else None
 
 
 def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
     trust = LoaderCache().trust_remote_code
-    config = model.config(trust_remote_code=trust)
-    if config.architectures == ["Inferred"]:  # what it is called where mergekit goes by the files
-        config = ModelReference(model=model.model).config(trust_remote_code=trust)
+    config = ModelReference(model=model.model).config(trust_remote_code=trust)
     return build_empty(config, trust_remote_code=trust)
 
 
@@ -180,10 +125,10 @@ def lacks_embeddings(network: PreTrainedModel) -> bool:
     return False
 
 
-def tensor_names(model: Hashable) -> tuple[str, ...] | None:
-    """Return the names of all tensors of a checkpoint; None where it cannot be read."""
+def tensor_names(model: Hashable) -> Collection[str]:
+    """Return the names of all tensors in a checkpoint's files; none where it cannot be read."""
     index = _index(model)
-    return tuple(index.tensor_paths) if index else None
+    return index.tensor_paths.keys() if index else ()
 
 
 def check_shapes(
@@ -201,23 +146,15 @@ def check_shapes(
         shape = _shape(model, tensor_name)
         if shape is None or shape == expected:
             continue
-        tokens = ((_vocabulary_size(model),), (_vocabulary_size(base),))
-        if shape[1:] == expected[1:] and (shape[:1], expected[:1]) == tokens:
+        names = model_names(base)
+        rows_are_tokens = names and names.memory.get(tensor_name) in names.vocabulary
+        if rows_are_tokens and shape[1:] == expected[1:]:
             continue
         raise RuntimeError(
             f"{method}: tensor {tensor_name} has shape {shape} in {model}, but {expected} in the "
             f"base model {base}. Experts must be fine-tuned from this base model: replace or "
-            f"remove {model}, or set base_model to the one that it comes from. (Heads that take no "
-            "part: read the models without them by override_architecture.)"
+            f"remove {model}, or set base_model to the one that it comes from"
         )
-
-
-def _vocabulary_size(model: Any) -> int | None:
-    try:
-        config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
-        return config.get_text_config().vocab_size
-    except Exception:  # no config, no vocabulary: a bare tensor file
-        return None
 
 
 def _index(model: Hashable) -> ShardedTensorIndex | None:
@@ -234,12 +171,12 @@ def _shape(model: Hashable, tensor_name: str) -> tuple[int, ...] | None:
     """Return the tensor's shape by the checkpoint's header; None where it cannot be known."""
     if not isinstance(model, ModelReference):
         return None
-    path, index = model.model.path, _index(model)
+    index, path = _index(model), Path(model.model.path)
     if index is not None and tensor_name in index.tensor_paths:
-        path = os.path.join(index.base_path, index.tensor_paths[tensor_name])
-    if not path.endswith(".safetensors") or not os.path.isfile(path):
+        path = Path(index.base_path, index.tensor_paths[tensor_name])
+    if path.suffix != ".safetensors" or not path.is_file():
         return None
-    header = _header(Path(path)).get(tensor_name)
+    header = _header(path).get(tensor_name)
     return header.shape if header else None
 
 
@@ -255,6 +192,8 @@ class StoredNames:
     ties: Mapping[str, str]  # of names in memory that are tied, the tensor that they are one with
     lacking: frozenset[str]  # names in memory that nothing in the files fills
     vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
+    kinds: Mapping[str, StoredKind]  # by names without numbers and the model's prefix
+    convolutional: bool  # whether the network has no embeddings, as a ResNet
 
     @property
     def needed(self) -> set[str]:
@@ -267,6 +206,14 @@ class StoredNames:
         """Whether mergekit infers the same: it goes by names in memory, and embeddings."""
         same = all(name == known for name, known in self.memory.items()) and not self.converted
         return same and bool(self.vocabulary)
+
+    def kind(self, tensor_name: str | None) -> StoredKind | None:
+        """Return the kind of a weight; None for one that is a matrix as it is stored."""
+        template = without_numbers(tensor_name or "") if self.kinds else ""
+        for known, kind in self.kinds.items():
+            if template == known or template.endswith("." + known):
+                return kind
+        return "kernel" if self.convolutional else None
 
 
 def loaded_names(
@@ -292,44 +239,76 @@ def loaded_names(
 
 def read_names(network: PreTrainedModel, names: Iterable[str]) -> StoredNames:
     """Find out what transformers fills a model, on the meta device, with, by names in files."""
+    kinds = _kinds_in_memory(network)
+    convolutional = not {"table", "head"} & {*kinds.values()} and lacks_embeddings(network)
     found = list(loaded_names(network, names))
     memory = {name: target for name, targets, whole in found if whole for target in targets}
-    converted = frozenset(name for name, _, whole in found if not whole)
+    kinds |= {name: kinds[known] for name, known in memory.items() if known in kinds}
+    prefix = f"{network.base_model_prefix}."
     filled = {target for _, targets, _ in found for target in targets}
     state = network.state_dict()
     network.tie_weights()
     ties = dict(network.all_tied_weights_keys)
     optional = getattr(network, "_keys_to_ignore_on_load_missing", None) or ()
-    lacking = {
+    lacking = (
         name
         for name in state.keys() - filled - ties.keys()
         if not any(re.search(pattern, name) for pattern in optional)
-    }
+    )
     try:
         vocabulary = infer_vocabulary_axes(network)
     except NotImplementedError:  # of networks for images, and of two towers
         vocabulary = {}
-    return StoredNames(memory, converted, ties, frozenset(lacking), vocabulary)
+    return StoredNames(
+        memory,
+        converted=frozenset(name for name, _, whole in found if not whole),
+        ties=ties,
+        lacking=frozenset(lacking),
+        vocabulary=vocabulary,
+        kinds={without_numbers(name.removeprefix(prefix)): kind for name, kind in kinds.items()},
+        convolutional=convolutional,
+    )
 
 
-def model_names(model: ModelReference) -> StoredNames | None:
-    """Do what `read_names` does for a model; None where transformers cannot build it."""
-    known = vars(LoaderCache().get(model).index)  # of which there may be two, if it is quantised
+def _kinds_in_memory(network: PreTrainedModel) -> dict[str, StoredKind]:
+    kinds: dict[str, StoredKind] = {}
+    head: torch.Tensor | None = getattr(network.get_output_embeddings(), "weight", None)
+    for path, module in network.named_modules():
+        if isinstance(module, Conv1D):
+            kinds[f"{path}.weight"] = "transposed"
+        elif isinstance(module, torch.nn.Embedding):
+            tied = head is not None and module.weight is head and len(head) >= head.shape[1]
+            kinds[f"{path}.weight"] = "head" if tied else "table"
+        elif getattr(module, "is_transposed", False) or type(module).__name__ in _PACKED_TRANSPOSED:
+            for name, parameter in module.named_parameters():
+                if parameter.ndim == 3:
+                    kinds[f"{path}.{name}"] = "transposed"
+    return kinds
+
+
+def model_names(model: Hashable) -> StoredNames | None:
+    """Do what `read_names` does for a model; None for tensors that are no model of transformers."""
+    if not isinstance(model, ModelReference) or os.path.isfile(model.model.path):
+        return None
+    index = _index(model)
+    known = vars(index) if index else {}  # of which there may be two, if the model is quantised
     if "stored_names" not in known:
-        known["stored_names"] = _stored_names(model, frozenset(_names_in_files(model)))
+        with _LOCK:  # one thread builds, the others wait
+            known["stored_names"] = _stored_names(model.model, frozenset(tensor_names(model)))
     return known["stored_names"]
 
 
 @lru_cache(maxsize=16)
-def _stored_names(model: ModelReference, names: frozenset[str]) -> StoredNames | None:
+def _stored_names(model: ModelPath, names: frozenset[str]) -> StoredNames | None:
     try:
-        return read_names(empty_network(ModelReference(model=model.model)), names)
-    except Exception:  # whatever a config or a model's constructor raises
+        return read_names(empty_network(ModelReference(model=model)), names)
+    except Exception as error:  # whatever a config or a model's constructor raises
+        LOG.warning(
+            "mergekit-ace: the architecture of %s cannot be built (%s: %s); all its matrices are "
+            "taken as stored (out, in). For Conv1D weights set layout: transposed with a filter.",
+            model, type(error).__name__, error,
+        )  # fmt: skip
         return None
-
-
-def _names_in_files(model: ModelReference) -> Collection[str]:
-    return LoaderCache().get(model).index.tensor_paths.keys()
 
 
 def find_architecture(
@@ -343,33 +322,29 @@ def find_architecture(
     described = {model: described_architecture(config) for model, config in configs.items()}
     known, config, names = described[donor], configs[donor], model_names(donor)
     mixed = [model for model in models if configs[model].architectures != config.architectures]
-    held = {*_names_in_files(donor), *(names.memory.values() if names else ())}
-    for model in mixed:
-        apart = held.isdisjoint(_names_in_files(model))
+    held = {*tensor_names(donor), *(names.memory.values() if names else ())}
+    for model in () if options.allow_crimes else mixed:
+        apart = held.isdisjoint(tensor_names(model))
         if known and described[model]:
             apart = described[model] != known
-        if apart and not options.allow_crimes:
-            raise RuntimeError(_other_architecture(model, donor, configs))
+        if apart:
+            own, other = (_describe_model(one, configs[one]) for one in (model, donor))
+            raise RuntimeError(
+                f"{model} is {own}; {donor}, whose config the result gets, is {other}. Set "
+                "base_model to the model that the experts were fine-tuned from, or give "
+                "--allow-crimes, which merges tensors whose names are the same but for "
+                "`language_model.`"
+            )
     crimes = mixed if options.allow_crimes else []
     if known and not crimes and _fits(known, donor, config, names):
         return known
     return _architecture_by_files(donor, config, names, crimes)
 
 
-def _other_architecture(
-    model: ModelReference, donor: ModelReference, configs: Mapping[ModelReference, PretrainedConfig]
-) -> str:
-    kinds, firsts = [], []
-    for one in (model, donor):
-        kinds.append((configs[one].architectures or ["?"])[0])
-        layers = filter(_LAYER.search, _names_in_files(one))
-        firsts.append(min(layers, key=natural_order, default=""))
-    return (
-        f"{model} is a {kinds[0]} with tensors such as {firsts[0]}; {donor}, whose config the "
-        f"result gets, is a {kinds[1]} with tensors such as {firsts[1]}. Set base_model to the "
-        "model that the experts were fine-tuned from, or give --allow-crimes, which merges "
-        "tensors whose names are the same but for `language_model.`"
-    )
+def _describe_model(model: ModelReference, config: PretrainedConfig) -> str:
+    layers = filter(_LAYER.search, tensor_names(model))
+    first = min(layers, key=natural_order, default="")
+    return f"a {(config.architectures or ['?'])[0]} with tensors such as {first}"
 
 
 def _fits(
@@ -379,7 +354,7 @@ def _fits(
     names: StoredNames | None,
 ) -> bool:
     """Tell whether a description names what the files hold, or the files are to blame."""
-    stored = {*_names_in_files(donor)}
+    stored = {*tensor_names(donor)}
     try:
         weights = architecture.all_weights(config)
     except Exception:  # it reads settings that the config of today's transformers lacks
@@ -398,7 +373,7 @@ def _architecture_by_files(
 
     Tensors that only some layers have are optional, as are those that transformers does not load.
     """
-    held = _names_in_files(donor)
+    held = tensor_names(donor)
     needed = names.needed if names else set(held)
     text_names = [_by_text_name(model) for model in mixed]
     loose: list[WeightInfo] = []
@@ -452,7 +427,7 @@ def _describe(
 def _by_text_name(model: ModelReference) -> dict[str, str]:
     """Return the names in a model's files by those that a model of text has in memory."""
     names = model_names(model)
-    held = names.memory if names else {name: name for name in _names_in_files(model)}
+    held = names.memory if names else {name: name for name in tensor_names(model)}
     return {_TEXT_PART.sub("", memory, count=1): name for name, memory in held.items()}
 
 

@@ -124,8 +124,8 @@ class CoefficientFile:
         path = Path(path).expanduser()
         if not path.is_file():
             raise FileError(
-                f"there is no coefficient file {path}; `mergekit-ace train` writes one, called "
-                "coefficients.safetensors, into its output folder"
+                f"there is no coefficient file {path}; give the coefficients.safetensors that "
+                "`mergekit-ace train` wrote"
             )
         try:
             check_content(path)
@@ -144,8 +144,7 @@ class CoefficientFile:
             ) from error
         raise FileError(
             f"{path} is not one of coefficients of format version {FORMAT['version']}, but format: "
-            f"{metadata.get('format')}, version: {metadata.get('version')}; give the "
-            "coefficients.safetensors that `mergekit-ace train` wrote, or train again"
+            f"{metadata.get('format')}, version: {metadata.get('version')}; train again"
         )
 
 
@@ -169,13 +168,10 @@ def component_coefficients(method: str, options: BaseModel, tensor: TensorSettin
     if len(contents.experts) != len(tensor.experts):
         raise ConfigError(
             f"{start} {len(contents.experts)} experts together, and there are "
-            f"{len(tensor.experts)}; merge the same ones, because what one adds depends on all"
+            f"{len(tensor.experts)}; merge the same ones"
         )
     if odd:
-        raise ConfigError(
-            f"{start} other components: {', '.join(odd)}. Give these parameters as merge.yml has "
-            "them, or train again"
-        )
+        raise ConfigError(f"{start} other components: {', '.join(odd)}; take those of merge.yml")
     return coefficients
 
 
@@ -188,7 +184,7 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
     """
     path, name = tensor.parameters["coefficients"], tensor.name or ""
     file = load_coefficients(path)
-    basis = file.contents.basis
+    contents, basis = file.contents, file.contents.basis
     own = METHODS_OF_BASES.get(basis, basis)
     if own != method:
         what = "task vectors" if own == "statsmerging" else f"components of {basis}"
@@ -196,27 +192,24 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
             f"{method}: the coefficients in {path} were learned for {what}; write "
             f"merge_method: {own}, or train with another `basis`"
         )
-    rows = _find_experts(tensor, file.contents.experts, f"{method}: {path}")
+    rows = _find_experts(tensor, contents.experts, f"{method}: {path}")
     if len(set(rows)) != len(rows):
-        raise ConfigError(
-            f"{method}: two experts have the same row of the coefficient file; give each a `task:` "
-            "of its own"
-        )
-    rows += range(len(file.contents.experts), file.contents.rows)
-    if name in file.contents.frozen:
+        raise ConfigError(f"{method}: two experts have the same row of {path}; correct a `task:`")
+    rows += range(len(contents.experts), contents.rows)
+    if name in contents.frozen:
         return [0.0] * len(rows)
     if name in file.columns:
         return file.coefficients[rows, file.columns[name]].tolist()
     if tensor.parameters.get("missing") == "mean":
         return [1 / len(rows)] * len(rows)
-    known = {*file.columns, *file.contents.frozen}
-    unknown = sorted({tensor.name or describe(None), *(tensor_names(tensor.base) or ())} - known)
-    held = [one.name for one in file.contents.tensors]
-    advice = " `missing: mean` merges such tensors by the mean of the task vectors."
+    known = {*file.columns, *contents.frozen}
+    unknown = sorted({tensor.name or describe(None), *tensor_names(tensor.base)} - known)
+    remedy = "; train again"
+    if "missing" in tensor.parameters:  # components fit one merge only
+        remedy += ", or set `missing: mean`, which merges them by the mean of the task vectors"
     raise ConfigError(
-        f"{method}: {path} has no coefficients for {listed(unknown)}. It holds those of "
-        f"{listed(held)}, trained on {file.contents.base_model}."
-        + (advice if "missing" in tensor.parameters else "")  # components fit one merge only
+        f"{method}: {path}, trained on {contents.base_model}, has no coefficients for "
+        f"{listed(unknown)}{remedy}"
     )
 
 
@@ -229,8 +222,8 @@ def _find_experts(tensor: TensorSettings, known: Sequence[Expert], where: str) -
             named = model if task is None else f"{model} (task: {task})"
             held = ", ".join(f"{one.task} ({one.model})" for one in known)
             raise ConfigError(
-                f"{where} holds nothing of {named}. It holds {held}. If a checkpoint has moved, "
-                "give it the name above as `task:` under its parameters"
+                f"{where} holds nothing of {named}. It holds {held}; name one of them as `task:` "
+                "under the parameters of a checkpoint that has moved"
             )
         found.append(number)
     return found
@@ -243,8 +236,8 @@ def load_learner(path: str) -> CoefficientFile:
     if (contents.basis, kind, contents.granularity) != ("task_vector", "shared", "tensor"):
         raise ConfigError(
             f"statsmerging: the learner in {path} has basis: {contents.basis}, input: {kind} and "
-            f"granularity: {contents.granularity}; only one with input: shared, trained on task "
-            "vectors per tensor, predicts coefficients of other experts"
+            f"granularity: {contents.granularity}; to predict coefficients of other experts, train "
+            "one with basis: task_vector, input: shared and granularity: tensor"
         )
     return file
 
@@ -272,7 +265,7 @@ def predict_coefficients(path: str, group: TensorGroup) -> list[float]:
 
 @lru_cache(maxsize=8)
 def _depths(base: Hashable) -> dict[str, float]:
-    return relative_depths(tensor_names(base) or ())
+    return relative_depths(tensor_names(base))
 
 
 class MeasuredLookup:
@@ -284,9 +277,8 @@ class MeasuredLookup:
     def __init__(self, method: str, settings: TensorSettings, path: str | None, kind: Measure):
         if path is None:
             raise ValueError(
-                f"{method}: there are no statistics; run `mergekit-ace statistics CONFIG OUT` on "
-                "samples of the experts, and add `statistics: OUT/statistics.json` to the "
-                "parameters"
+                f"{method}: there are no statistics; run `mergekit-ace statistics CONFIG OUT`, and "
+                "add `statistics: OUT/statistics.json` to the parameters"
             )
         self._start = f"{method}: {path}"
         self._settings, self._file = settings, load_statistics(path)
@@ -300,8 +292,8 @@ class MeasuredLookup:
         tensor = self._file.tensors.get(settings.name or "")
         if tensor is None:
             raise ConfigError(
-                f"{self._start} does not know {describe(settings.name)}; it was measured on "
-                f"experts of {index.base_model}. Measure the models that are merged"
+                f"{self._start}, measured on experts of {index.base_model}, does not know "
+                f"{describe(settings.name)}; measure the models that are merged"
             )
         self._tensor = tensor
 
@@ -333,8 +325,7 @@ class MeasuredLookup:
             if known is not None and known != tuple(shape):
                 raise ConfigError(
                     f"{self._start}: {describe(self._settings.name)} does not have the shape that "
-                    "it had when this was measured; measure the models that are merged, or merge "
-                    "without resizing their vocabularies"
+                    "it had when this was measured; measure the models that are merged"
                 )
             found.append(None if known is None else self._file.read(number, name))
         return found

@@ -40,13 +40,13 @@ class Record(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     coefficients: tuple[float, ...] | None = None  # of the components, and of the refinement
     decisions_of: str | None = None  # the method that decides in the place of the merge's own
-    skipped: str = ""  # why the tensor was not compared
+
     base_norm: float | None = None  # ‖W0‖_F; None in a merge, as what follows
     norm: tuple[float, ...] | None = None  # ‖Δ_t‖_F
     relative_size: tuple[float | None, ...] | None = None  # ‖Δ_t‖/‖W0‖; None where W0 is zero
     unchanged: tuple[float, ...] | None = None  # share of entries with W_t = W0
     cosine: PairTable | None = None  # ⟨Δ_s, Δ_t⟩ / (‖Δ_s‖ ‖Δ_t‖); None where one of them is zero
-    matrices: tuple[MatrixRecord, ...] = ()  # one per stacked matrix; none if skipped
+    matrices: tuple[MatrixRecord, ...] = ()  # one per stacked matrix
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Record(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nest(cls, content: Any) -> Any:
-        if isinstance(content, dict) and not {"matrices", "skipped"} & content.keys():
+        if isinstance(content, dict) and "matrices" not in content:
             return {**content, "matrices": [content]}
         return content
 

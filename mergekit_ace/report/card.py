@@ -15,11 +15,10 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_ace.check.loading import merged_model, verify_model
 from mergekit_ace.files.models import add_model_files, config_donor, find_model_file
-from mergekit_ace.files.saving import package_versions, write_text
+from mergekit_ace.files.saving import write_text
+from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.methods.base import TaskVectorMethod
-from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
 from mergekit_ace.naming import ConfigError
-from mergekit_ace.planning import read_merge_config
 from mergekit_ace.report.summary import Report, read_records, summarize
 
 BEGIN, END = "<!-- mergekit-ace: begin -->", "<!-- mergekit-ace: end -->"
@@ -41,21 +40,18 @@ def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) ->
     if lines is not None:
         report = Report(read_records(lines))
         _check_same_merge(folder, config, report)
-        try:
-            known = card.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{card} cannot be read: {error}; save it as UTF-8") from error
+        known = card.read_text(encoding="utf-8")
         text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL).rstrip()
         section = "\n\n".join([BEGIN, *_section(report, config, seed), END])
         write_text(card, f"{text}\n\n{section}\n")
         click.echo(str(card))
-    added = add_model_files(config, folder, beside=folder.parent)
+    beside = folder.parent  # where relative names of models may start
+    added = add_model_files(config, folder, beside=beside)
     for name, model in added.items():
         click.echo(f"added {name} of {model}")
     if not added:
         click.echo(f"{folder} has all files that its models have beside their weights")
-    donor = find_model_file(config_donor(config).model, "config.json", beside=folder.parent)
-    problem = ""
+    donor, problem = find_model_file(config_donor(config).model, "config.json", beside=beside), ""
     if donor is not None:
         # weights of the base may be gone, an architecture may have code of its own
         with suppress(OSError, RuntimeError, ValueError):
@@ -70,13 +66,11 @@ def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) ->
 
 def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) -> None:
     experts = {str(model) for model in config.referenced_models()} - {str(config.base_model)}
-    if report.name == config.merge_method and set(report.models) == experts:
-        return
-    raise ConfigError(
-        f"the report is of another merge: by {report.name} of {', '.join(report.models)}, and "
-        f"{folder} was made by {config.merge_method} of {', '.join(sorted(experts))}; give the "
-        "report of this merge, or of `mergekit-ace inspect` with its config"
-    )
+    if report.name != config.merge_method or set(report.models) != experts:
+        raise ConfigError(
+            f"the report is of another merge: by {report.name} of {', '.join(report.models)}, and "
+            f"{folder} was made by {config.merge_method} of {', '.join(sorted(experts))}"
+        )
 
 
 def _section(report: Report, config: MergeConfiguration, seed: int | None) -> Iterator[str]:
@@ -93,11 +87,10 @@ def _section(report: Report, config: MergeConfiguration, seed: int | None) -> It
     )
     yield "\n".join(f"* {markdown_text(text)}" for text in summarize(report))
     yield markdown_table(_experts(report))
-    versions = next((r.versions for r in report.records), package_versions(*REPORTED_PACKAGES))
-    seed_of_method = "none needed: the method draws no random numbers" if own else "none given"
-    listed = ", ".join(f"{name} {number}" for name, number in versions.items())
-    seed_text = markdown_text(seed_of_method if seed is None else str(seed))
-    yield markdown_table([("", ""), ("versions", markdown_text(listed)), ("seed", seed_text)])
+    versions = ", ".join(map(" ".join, report.records[0].versions.items()))
+    without = "none needed: the method draws no random numbers" if own else "none given"
+    used = without if seed is None else str(seed)
+    yield markdown_table([("", ""), ("versions", markdown_text(versions)), ("seed", used)])
     yield from (f"```bibtex\n{citation}\n```" for citation in report.citations)
 
 

@@ -31,7 +31,7 @@ from mergekit_ace.methods.base import (
     check_finite,
     first_that_fits,
 )
-from mergekit_ace.methods.report_lines import Record, tensor_record
+from mergekit_ace.methods.report_lines import tensor_record
 from mergekit_ace.naming import ConfigError, natural_order, without_numbers
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.page import write_page
@@ -63,7 +63,7 @@ def run_inspection(
         executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
         work = (record for _, record in executor.run(quiet=True))
         bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
-        records = sorted(bar, key=lambda record: natural_order(record.name))
+        records = sorted(filter(None, bar), key=lambda record: natural_order(record.name))
     report, page, lines = Report(records), folder / "report.html", folder / "report.jsonl"
     lines.unlink(missing_ok=True)  # it belongs to the former page
     some = "" if len(selected) == len(planned) else f", {len(selected)} looked at"
@@ -96,14 +96,14 @@ class InspectTensor(ExecuteMergeMethodTask):
 
     @torch.no_grad()
     def execute(self, tensors: dict[ModelReference, Tensor], **_: Any) -> Any:
-        """Return the record; a short one of a tensor without experts, or without numbers."""
+        """Return the record; None of a tensor that cannot be compared."""
         start, planned = time.perf_counter(), PlannedTensor(self)
         present = [model for model in self.model_order if tensors.get(model) is not None]
         if planned.base not in present or len(present) < 2:
-            return _skipped(planned, "the base model or all experts lack it")
+            return None
         base = tensors[planned.base]
         if not base.is_floating_point():
-            return _skipped(planned, "it holds no floating-point numbers")
+            return None
         group = TensorGroup.from_tensors(
             [tensors[model] for model in present],
             ids=present,
@@ -144,9 +144,3 @@ def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[
         else p.default
         for p in method.spec.parameters
     }
-
-
-def _skipped(planned: PlannedTensor, why: str) -> Record:
-    models, method = tuple(map(str, planned.experts)), planned.task.method_name
-    known = {"tensor": planned.name, "method": method, "models": models, "skipped": why}
-    return Record.model_validate({"shape": (), "layout": "", **known})

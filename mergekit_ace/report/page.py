@@ -17,8 +17,7 @@ import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
 
 from mergekit_ace.algebra.inspection import evenly_spaced
-from mergekit_ace.files.saving import write_text
-from mergekit_ace.naming import ConfigError
+from mergekit_ace.files.saving import check_apart, write_text
 from mergekit_ace.report.summary import Report, read_records, summarize
 
 # Told apart on white and on black, and by most colour-blind readers.
@@ -61,8 +60,7 @@ def write_page(report: Report, path: Path, subtitle: str) -> None:
 
 def show_report(lines: Path, out: Path) -> None:
     """`mergekit-ace report`: write a page from the JSON lines of a merge."""
-    if out.exists() and out.samefile(lines):
-        raise ConfigError(f"the page would replace {lines}; name another file")
+    check_apart([str(lines)], [out])
     write_page(Report(read_records(lines)), out, f"From {lines.name}, written by the merge.")
     click.echo(str(out))
 

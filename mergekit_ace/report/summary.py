@@ -48,12 +48,13 @@ def read_records(path: Path) -> list[Record]:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])).removeprefix("matrices.0.")
+        what = f"{f'{field}: ' if field else ''}{first['msg']}"
         raise ConfigError(
-            f"line {number} of {path} is not the line of a report: "
-            f"{f'{field}: ' if field else ''}{first['msg']}; remove it, or give the file that "
-            "`report:` of a merge, or `mergekit-ace inspect`, wrote"
+            f"line {number} of {path} is not the line of a report: {what}; remove it, or give the "
+            "file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return list(records.values())
 
@@ -62,26 +63,25 @@ class Report:
     """The records of one merge, and what they say of whole models.
 
     Attributes:
-        records: of the tensors that were compared, in the order of depth.
+        records: of the tensors, in the order of depth.
         looked_at: those that `inspect` wrote of all experts; a merge's own report knows less.
-        skipped: names of the other tensors.
+
         stands_in: the title of the method whose decisions are shown in the place of the merge's.
         models, experts: paths and short names of the experts.
     """
 
     def __init__(self, records: Sequence[Record]):
-        compared = [record for record in records if record.matrices]
-        methods = sorted({record.method for record in compared})
+        methods = sorted({record.method for record in records})
         if not methods:
             raise ConfigError("no tensor was compared: give the report of a finished merge")
         if len(methods) > 1:
-            names = " and ".join(methods)
-            raise ConfigError(f"the report is of several merges, by {names}; keep those of one")
-        depths = relative_depths([record.name for record in compared])
-        self.records = sorted(compared, key=lambda r: (depths[r.name], natural_order(r.name)))
-        self.skipped = [record.name for record in records if not record.matrices]
+            said = f"the report is of several merges, by {' and '.join(methods)}; keep those of one"
+            raise ConfigError(said)
+        depths = relative_depths([record.name for record in records])
+        self.records = sorted(records, key=lambda r: (depths[r.name], natural_order(r.name)))
+
         method = merge_methods.get(methods[0])
-        other = next((record.decisions_of for record in compared if record.decisions_of), None)
+        other = next((record.decisions_of for record in records if record.decisions_of), None)
         self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name
         self.stands_in = merge_methods.get(other).spec.pretty_name if other else None
         self.about: str = getattr(method, "about", "")
@@ -174,14 +174,11 @@ def summarize(report: Report) -> Iterator[str]:
     yield f"{_count(len(report.records), 'tensor')} of {experts}: {listed(parts)}."
     if report.stands_in:
         yield (
-            f"{report.title} is a method of mergekit, which tells nothing of its decisions: they "
-            f"are what {report.stands_in} would make of these experts with its defaults."
+            f"{report.title} tells nothing of its decisions: those shown are what "
+            f"{report.stands_in} would make of these experts with its defaults."
         )
     yield from _of_experts(report)
     yield from _decisions(report)
-    if report.skipped:
-        names = listed(report.skipped)
-        yield f"{_count(len(report.skipped), 'tensor')} cannot be compared: {names}."
 
 
 def _of_experts(report: Report) -> Iterator[str]:
@@ -191,15 +188,10 @@ def _of_experts(report: Report) -> Iterator[str]:
         if norm == 0:
             yield f"{name} does not differ from the base at all: is it the right checkpoint?"
         elif norm < WEAK * strongest:
-            yield (
-                f"{name} has moved {strongest / norm:.0f} times less than the strongest expert; "
-                "what it learned is easily lost in a merge."
-            )
+            less = f"{strongest / norm:.0f} times less than the strongest expert"
+            yield f"{name} has moved {less}: a merge easily loses what it learned."
         if size > FAR:
-            yield (
-                f"{name} is {size:.0%} of the base's size away from it: was it really fine-tuned "
-                "from this base?"
-            )
+            yield f"{name} is {size:.0%} of the base's size away from it: is it a fine-tune of it?"
     layers = report.shares.dropna(subset="layer")
     squares = layers.pivot_table("tau", "layer", "expert", "sum").reindex(columns=report.experts)
     for name, change in squares.fillna(0.0).items():
@@ -217,10 +209,7 @@ def _of_experts(report: Report) -> Iterator[str]:
     for (a, one), (b, other) in combinations(enumerate(report.experts), 2):
         cosine = report.cosines[a, b]
         if cosine > ALIKE:
-            yield (
-                f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): together they "
-                "count double."
-            )
+            yield f"{one} and {other} learned nearly the same (cosine {cosine:.2f}): counted twice."
         elif cosine < OPPOSED:
             yield f"{one} and {other} pull in opposite directions (cosine {cosine:.2f})."
 
@@ -231,24 +220,21 @@ def _decisions(report: Report) -> Iterator[str]:
     if len(solved):
         count = solved.heterogeneous.sum()
         statistic = "γ" if solved.statistic.iloc[0] == "gamma" else "The variance of log τ"
-        yield (
-            f"{statistic} exceeds the threshold in {count} of {len(solved)} matrices."
-            if count
-            else f"{statistic} stays below the threshold in all {len(solved)} matrices: the "
-            "experts differ little in scale, and nothing is normalised or refined unless you ask "
-            "for it."
-        )
+        if count:
+            yield f"{statistic} exceeds the threshold in {count} of {len(solved)} matrices."
+        else:
+            below = f"{statistic} stays below the threshold in all {len(solved)} matrices"
+            yield f"{below}: nothing is normalised or refined unless you ask for it."
     ridges = report.having("amplification").sort_values("amplification", ascending=False)
     large = ridges[ridges.amplification > LARGE]
     if len(large):
         modules = [module for module, _ in Counter(map(module_of, large.tensor)).most_common()]
-        worst = large.head(3)
-        named = [f"{a:.3g} in {b}" for a, b in zip(worst.amplification, worst.label, strict=True)]
+        worst = zip(large.amplification[:3], large.label, strict=False)
+        named = [f"{amplification:.3g} in {label}" for amplification, label in worst]
         yield (
             f"The merge is larger than what the experts hold in {len(large)} of {len(ridges)} "
-            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. A ridge that "
-            "is too small amplifies noise there; leave epsilon_scale out, or raise epsilon for "
-            "these tensors by a filter."
+            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. The ridge is too "
+            "small there: leave epsilon_scale out, or raise epsilon by a filter."
         )
 
 

@@ -7,11 +7,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mergekit_ace.algebra.task_vectors import Integer, NonNegative
 from mergekit_ace.naming import short_names
 from mergekit_ace.training.config import Count, DataConfig, Positive, Strict, Task
+
+
+def _distinct_names(paths: tuple[str, ...]) -> tuple[str, ...]:
+    stems = [Path(one).stem for one in paths if one.endswith((".yml", ".yaml"))]
+    if len({*stems}) < len(stems):
+        raise ValueError("two merge configs have one file name; rename one of them")
+    return paths
+
+
+ONE_OR_MORE = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+NAMES = AfterValidator(_distinct_names)
+Merges = Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE, NAMES]
+Range = tuple[Positive, Positive]
 
 
 class ScoredExpert(Strict):
@@ -47,7 +60,7 @@ class ScoreConfig(Strict):
 
     base_model: str
     models: Annotated[tuple[ScoredExpert, ...], Field(min_length=1)]
-    merges: Annotated[tuple[str, ...], Field(min_length=1)]
+    merges: Merges
     keep: DataConfig | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     task_folder: str | None = None
@@ -74,18 +87,7 @@ class ScoreConfig(Strict):
         for name, model in zip(short_names(experts), experts, strict=True):
             if name in ("base", "keep") or (name in self.merges and name != model):
                 raise ValueError(f"an expert is called {name}, as other figures are; rename it")
-        _check_stems(self.merges)
         return self
-
-
-def _check_stems(paths: tuple[str, ...]) -> None:
-    stems = [Path(one).stem for one in paths if one.endswith((".yml", ".yaml"))]
-    if len({*stems}) < len(stems):
-        raise ValueError("two merge configs have one file name; rename one of them")
-
-
-ONE_OR_MORE = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-Range = tuple[Positive, Positive]
 
 
 class SearchSpace(Strict):
@@ -111,7 +113,7 @@ class SearchConfig(Strict):
     """Settings of a `search.yml`; `examples/configs/search.yml` explains them."""
 
     score: str
-    merge: Annotated[tuple[str, ...], Field(min_length=1), ONE_OR_MORE]
+    merge: Merges
     search: SearchSpace
     trials: Count = 100
     aim: Literal["kept", "frontier"] | Annotated[dict[str, Positive], Field(min_length=1)] = "kept"
@@ -119,11 +121,6 @@ class SearchConfig(Strict):
     sequences: Count = 32
     seed: Annotated[Integer, Field(ge=0, lt=2**31)] = 0
     trust_remote_code: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> SearchConfig:
-        _check_stems(self.merge)
-        return self
 
     @property
     def aims(self) -> dict[str, float]:

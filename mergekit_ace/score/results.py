@@ -100,7 +100,7 @@ class Scores:
         experts = zip(names, config.models, strict=True)
         self.own = {name for name, one in experts if one.data is None and one.has_texts}
         self.own |= {"keep"} if config.keep is None else set()
-        self.order = ["base", *names, *config.merges]
+
         self.kept: dict[str, dict[str, Estimate | None]] = {merge: {} for merge in config.merges}
         self.forgot: dict[str, Estimate] = {}
         self.matches: dict[str, dict[str, Estimate]] = {}
@@ -110,8 +110,8 @@ class Scores:
             if exam.startswith("task "):
                 task, columns = exam.removeprefix("task "), ("metric", "value", "error")
                 own = {model: tuple(one[c] for c in columns) for model, one in found.items()}
-                title = f"{task} ({own['base'][0]})"
                 self.tasks[task] = own
+                title = f"{task} ({own['base'][0]})"
                 self.tables[title] = {model: Estimate(*one[1:]) for model, one in own.items()}
                 continue
             losses = {model: one["losses"] for model, one in found.items()}
@@ -123,7 +123,7 @@ class Scores:
             if "matches" in found["base"]:
                 shares = {model: share_of_matches(one["matches"]) for model, one in found.items()}
                 self.matches[exam] = self.tables[f"exact answers: {exam}"] = shares
-        known = {m: [one for one in own.values() if one] for m, own in self.kept.items()}
+        known = {merge: [*filter(None, own.values())] for merge, own in self.kept.items()}
         self.mean_kept = {merge: mean(shares) for merge, shares in known.items() if shares}
 
     def summary(self) -> dict[str, Any]:
@@ -149,8 +149,7 @@ class Scores:
             if any(shares[name] is None for shares in self.kept.values()):
                 text += f"\n– {name} is no better than the base on its texts: nothing to keep"
         for title, found in self.tables.items():
-            lines = [[model, found[model]] for model in self.order if model in found]
-            text += "\n\n" + aligned([[title, ""], *lines])
+            text += "\n\n" + aligned([[title, ""], *found.items()])
         return text
 
 
@@ -168,8 +167,8 @@ def show_scores(scores: Scores, path: Path) -> None:
     rise = "Forgot: rise of the loss in nats per token"
     bars: list[tuple[str, str, str, Estimate | None]] = []
     for merge, shares in scores.kept.items():
-        bars += [(share, merge, expert, one) for expert, one in shares.items()]
-        bars += [(share, merge, "mean", scores.mean_kept.get(merge))]
+        own = {**shares, "mean": scores.mean_kept.get(merge)}
+        bars += [(share, merge, expert, one) for expert, one in own.items()]
     bars += [(rise, merge, "keep", one) for merge, one in scores.forgot.items()]
     for title, found in scores.tables.items():
         bars += [("Tasks and answers", model, title, one) for model, one in found.items()]

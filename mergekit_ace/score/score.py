@@ -9,10 +9,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,7 @@ from tqdm import tqdm
 from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.saving import LOCK_FILE, file_states, locked, package_versions, write_text
 from mergekit_ace.merging.run import run_shards
-from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.naming import ConfigError, short_names
-from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, ScoredExpert
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
@@ -80,33 +77,12 @@ def run_scoring(
         return scoring.write_results()
 
 
-def merge_once(config: Path, out: Path, *, quiet: bool) -> str:
-    """Return the folder of a merge in `out`, made now unless it is there; drop older ones."""
-    merge = read_merge_config(config)
-    versions, threads = package_versions(*MERGE_PACKAGES), torch.get_num_threads()
-    state = [merge.source, _files_of(merge.referenced_models()), versions, threads]
-    folder = out / f"{config.stem}-{_digest(json.dumps(state))}"
-    for old in out.glob(f"{config.stem}-{'?' * 12}"):
-        if old != folder:
-            shutil.rmtree(old)
-    run_merge(config, folder, quiet=quiet)
-    return str(folder)
-
-
-def run_merge(config: Path, folder: Path, *, quiet: bool) -> None:
-    """Merge, on the GPU where there is one."""
+def merge_once(config: Path, folder: Path, *, quiet: bool) -> str:
+    """Merge on the GPU where there is one, unless it is done; an older merge is replaced."""
     options = MergeOptions(cuda=torch.cuda.is_available(), quiet=quiet)
     options.apply_global_options()
-    run_shards(config, str(folder), options)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _files_of(models: Iterable[ModelReference]) -> dict[str, list[int]]:
-    """Return the states of all files of models, and of their adapters."""
-    return file_states(sorted({*model_paths(map(str, models))}))
+    run_shards(config, folder, options, overwrite="changed")
+    return str(folder)
 
 
 class Scoring:
@@ -133,17 +109,14 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for data in (exam.data for exam in self.exams if exam.data is not None):
-            path = Path(data.path).expanduser()
+        for path in (Path(exam.data.path).expanduser() for exam in self.exams if exam.data):
             if path.suffix.lower() in READERS and not path.is_file():
-                raise ConfigError(f"there is no data file {data.path}")  # before it merges
+                raise ConfigError(f"there is no data file {path}")  # before it merges
         self._write({"measured": self._known})  # the folder is ours from now on
-        made = [
-            merge_once(Path(merge), self.out / "merges", quiet=self.quiet)
-            if merge.lower().endswith((".yml", ".yaml"))
-            else merge
-            for merge in merges
-        ]
+        made = list(merges)
+        for n, merge in enumerate(map(Path, merges)):
+            if merge.suffix.lower() in (".yml", ".yaml"):
+                made[n] = merge_once(merge, self.out / "merges" / merge.stem, quiet=self.quiet)
         labels, experts = ["base", *self.names, *merges], self.config.models
         names = [self.config.base_model, *(expert.model for expert in experts), *made]
         models = dict(zip(labels, map(ModelReference.model_validate, names), strict=True))
@@ -165,10 +138,14 @@ class Scoring:
         return scores
 
     def samples(self, exam: Exam, model: Any) -> list[Example]:
-        """Return the texts of an exam, as far as models can read them."""
-        assert exam.data is not None
+        """Return the held-out texts of an exam, as far as models can read them."""
         if exam.samples is None:
-            exam.samples = read_samples(exam.data, model, self.tokenizer)
+            assert exam.data is not None
+            split = exam.data.test_split or exam.data.split
+            rows = read_rows(exam.data.model_copy(update={"split": split}), seed=0)
+            reader = SampleReader(model, KIND, self.tokenizer, exam.data)
+            samples = reader.read(rows, "held-out", BATCH, quiet=True)
+            exam.samples = [sample for sample in samples if "true" in sample]
         return exam.samples
 
     def _write(self, content: dict[str, Any]) -> None:
@@ -182,10 +159,8 @@ class Scoring:
 
         def read(exam: Exam, data: DataConfig) -> dict[str, Any]:
             model, title = self._load(reference), f"{exam.name} / {label}"
-            samples = self.samples(exam, model)
-            result: dict[str, Any] = {
-                "losses": sequence_losses(model, samples, title=title, quiet=self.quiet)
-            }
+            samples, result = self.samples(exam, model), dict[str, Any]()
+            result["losses"] = sequence_losses(model, samples, title=title, quiet=self.quiet)
             if data.completion is not None:
                 result["matches"] = answer_matches(model, samples, data, self.tokenizer)
             return result
@@ -193,34 +168,32 @@ class Scoring:
         def answer(task: str, limit: int | None) -> dict[str, Any]:
             return self.harness.measure(self._load(reference), self.tokenizer, task, limit)
 
+        def once(exam: str, identity: str, measure: Callable[..., Any], *given: Any) -> None:
+            """Take a measurement from the file, or measure, where that is of other files."""
+            known = self._known.setdefault(exam, {})
+            if known.get(label, {}).get("identity") != identity:
+                known[label] = {"identity": identity, **measure(*given)}
+                self._write({"measured": self._known})
+            self.measured.setdefault(exam, {})[label] = known[label]
+
         with explained_memory(reference):
             for exam in exams:
                 data = exam.data = exam.data or self._written(exam, reference)
                 identity = self._identity(reference, data.model_dump(), data.path)
-                self._measure_once(exam.name, label, identity, partial(read, exam, data))
+                once(exam.name, identity, read, exam, data)
             for task, limit in [(task, one.limit) for one in experts for task in one.tasks]:
                 identity = self._identity(reference, limit, self.config.task_folder)
-                self._measure_once(f"task {task}", label, identity, partial(answer, task, limit))
-
-    def _measure_once(
-        self, exam: str, label: str, identity: str, measure: Callable[[], dict[str, Any]]
-    ) -> None:
-        """Take a measurement from the file, or measure, where that is of other files."""
-        known = self._known.setdefault(exam, {})
-        if known.get(label, {}).get("identity") != identity:
-            known[label] = {"identity": identity, **measure()}
-            self._write({"measured": self._known})
-        self.measured.setdefault(exam, {})[label] = known[label]
+                once(f"task {task}", identity, answer, task, limit)
 
     def _identity(self, reference: ModelReference, settings: Any, path: str | None = None) -> str:
-        files = _files_of([reference]) | file_states([path] if path else [])
+        files = file_states([*model_paths([str(reference)]), *([path] if path else ())])
         versions = package_versions("transformers", "torch")
         return json.dumps([str(reference), self.config.dtype, settings, files, versions])
 
     def _written(self, exam: Exam, writer: ModelReference) -> DataConfig:
         """Let a model write the texts of an exam, unless they are there."""
-        name = f"{exam.name}-{_digest(self._identity(writer, None))}.jsonl"
-        path = self.out / "texts" / name
+        identity = hashlib.sha256(self._identity(writer, None).encode()).hexdigest()
+        path = self.out / "texts" / f"{exam.name}-{identity[:12]}.jsonl"
         model: Any = None if path.exists() else self._load(writer)
         return write_own_texts(model, self.tokenizer, OWN_TEXTS, path, quiet=self.quiet)
 
@@ -252,14 +225,6 @@ def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
 
         model = PeftModel.from_pretrained(model, lora.path, revision=lora.revision).eval()
     return model
-
-
-def read_samples(data: DataConfig, model: PreTrainedModel, tokenizer: Any) -> list[Example]:
-    """Read the held-out rows of data as samples, as far as a model can read them."""
-    held_out = data.model_copy(update={"split": data.test_split or data.split})
-    reader = SampleReader(model, KIND, tokenizer, data)
-    samples = reader.read(read_rows(held_out, seed=0), "held-out", BATCH, quiet=True)
-    return [sample for sample in samples if "true" in sample]
 
 
 def sequence_losses(
@@ -346,14 +311,14 @@ class Harness:
             self._loaded[task] = self._manager.load_task_or_group([task]).get(task, task)
         return self._loaded[task]
 
-    def numbers(self, task: str) -> list[int]:
-        """Return the numbers of the questions of a task of which more is better."""
+    def count(self, task: str) -> int:
+        """Return how many questions a task has of which more is better."""
         loaded = self._load(task)
         if not hasattr(loaded, "eval_docs"):
             raise ConfigError(f"{task} is a group of tasks; name one of them")
         if next(iter(loaded.higher_is_better().values())) is False:
             raise ConfigError(f"of {task} less is better, so that it cannot be an `aim`")
-        return [*range(len(list(loaded.eval_docs)))]
+        return len(list(loaded.eval_docs))
 
     def measure(
         self, model: PreTrainedModel, tokenizer: Any, task: str, limit: int | None = None,

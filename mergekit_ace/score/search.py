@@ -20,27 +20,24 @@ from tqdm import tqdm
 from mergekit_ace.files.saving import differences, file_states, occupied, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
-from mergekit_ace.score.results import (
-    Estimate,
-    Losses,
-    aligned,
-    forgot,
-    kept,
-    mean,
-    show_search,
-)
+from mergekit_ace.score.results import Estimate, Losses, aligned, forgot, kept, mean, show_search
 from mergekit_ace.score.score import (
-    Exam,
     Scoring,
     explained_memory,
     load_scored,
-    run_merge,
+    merge_once,
     sequence_losses,
 )
 from mergekit_ace.score.space import SearchedMerge
 from mergekit_ace.training.models import local_folder, map_weights, model_paths
 
+try:
+    import optuna
+except ImportError as missing:
+    raise ConfigError("`search` needs Optuna: pip install 'mergekit-ace[search]'") from missing
+
 STUDY, LOCK = "study.db", "search.lock"
+STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
 FEWEST = 8  # texts, half of which are for the test
 FINALISTS, PLAIN_FINALISTS = 5, 2  # trials that read all validation texts; those of one λ alone
 
@@ -54,11 +51,6 @@ def run_search(
     Raises:
         ConfigError: something about the configs, the models or the data is wrong.
     """
-    try:
-        import optuna
-    except ImportError as error:
-        said = "`search` needs Optuna: pip install 'mergekit-ace[search]'"
-        raise ConfigError(said) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     out.mkdir(parents=True, exist_ok=True)
     if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
@@ -79,6 +71,8 @@ class _Search:
         self.config, self.score, self.out, self.quiet = config, score, out, quiet
         merges = (SearchedMerge(Path(p), config.search, score.base_model) for p in config.merge)
         self.merges = {merge.name: merge for merge in merges}
+        few = slice(0, 2 * config.sequences, 2)  # what trials, finalists and the test read
+        self.parts = {"few": few, "validation": slice(0, None, 2), "test": slice(1, None, 2)}
         plain = [name for name, merge in self.merges.items() if not merge.experts]
         if config.search.weight is not None and plain:
             said = "weights can be searched of ace, its variants and task_arithmetic, not of"
@@ -91,7 +85,6 @@ class _Search:
 
     def claim(self, overwrite: bool) -> None:
         """Open the study, and find that it is one of the same settings and files."""
-        import optuna
 
         for path in self.out.iterdir() if overwrite else ():
             if path.name != LOCK:
@@ -128,48 +121,35 @@ class _Search:
             merge.load(self.module, weights, self.score)
         self.ranges = {name: one for merge in self.merges.values()
                        for name, one in merge.ranges.items()}  # fmt: skip
-        self.parts = {exam.name: self._parts(exam) for exam in self.scoring.exams}
+        for exam in self.scoring.exams:
+            if (count := len(self.scoring.samples(exam, self.module))) < FEWEST:
+                raise ConfigError(f"{exam.name} has {count} texts; a search needs {FEWEST}")
         *experts, keep = self.scoring.exams
         gaining = [exam for exam in experts if self._gains(exam.name)]
         if "kept" in self.config.aims and not gaining:
-            raise ConfigError(
-                "no expert is better than the base on its validation texts: there is nothing to "
-                "keep; give other texts, or more"
-            )
+            said = "no expert is better than the base on its validation texts; give other texts"
+            raise ConfigError(said)
         self.exams = [*gaining, keep]  # that count
         self.questions = {
-            task: self.scoring.harness.numbers(task)[: expert.limit]
+            task: range(self.scoring.harness.count(task))[: expert.limit]
             for expert in self.score.models
             for task in expert.tasks
             if task in self.config.aims
         }
-
-    def _parts(self, exam: Exam) -> dict[str, list[int]]:
-        """Return the places of the texts that trials, finalists and the test read."""
-        count = len(self.scoring.samples(exam, self.module))
-        if count < FEWEST:
-            raise ConfigError(
-                f"{exam.name} has {count} texts; a search needs at least {FEWEST}, half of which "
-                "are for the test"
-            )
-        validation, test = [*range(0, count, 2)], [*range(1, count, 2)]
-        return {"few": validation[: self.config.sequences], "validation": validation, "test": test}
 
     def _gains(self, name: str) -> bool:
         base, expert = (self._losses(name, model, "validation") for model in ("base", name))
         return kept(base, expert, expert) is not None
 
     def _losses(self, exam: str, model: str, part: str) -> Losses:
-        losses = self.scoring.measured[exam][model]["losses"]
-        return [losses[place] for place in self.parts[exam][part]]
+        return self.scoring.measured[exam][model]["losses"][self.parts[part]]
 
     def measure(self, part: str) -> dict[str, Any]:
         """Measure the model in memory on a part of the texts: its aim, and what it forgets."""
         found, shares = {}, []
         for exam in self.exams:
-            name, samples = exam.name, self.scoring.samples(exam, self.module)
-            chosen = [samples[place] for place in self.parts[name][part]]
-            losses = sequence_losses(self.module, chosen, title=name, quiet=True)
+            name, samples = exam.name, self.scoring.samples(exam, self.module)[self.parts[part]]
+            losses = sequence_losses(self.module, samples, title=name, quiet=True)
             base = self._losses(name, "base", part)
             if name == "keep":
                 found["forgot"] = forgot(base, losses)
@@ -211,7 +191,6 @@ class _Search:
 
     def _fail_killed(self) -> None:
         """Give up the trials whose processes were killed, so that others take their places."""
-        import optuna
 
         for one in self._trials("RUNNING"):
             worker = one.user_attrs.get("worker", "")  # none if it was killed as it asked
@@ -220,15 +199,19 @@ class _Search:
 
     def _ask(self) -> Any:
         """Return a new trial with its parameters if one is wanted, at first plain merges."""
-        import optuna
 
         begun = self._trials("COMPLETE", "PRUNED", "RUNNING")
         if len(begun) >= self.config.trials:
             return None
         tried = [one.params.items() for one in begun]
-        weights = {name: 1.0 for name in self.ranges if name.startswith("weight.")}
-        merges = self.merges.values()
-        starts = [weights | start for merge in merges for start in merge.starts()]
+        weights = [name for name in self.ranges if name.startswith("weight.")]
+        low, high = self.config.search.scale
+        starts: list[dict[str, Any]] = [
+            {"merge": merge, **dict.fromkeys(self.ranges, scale), **dict.fromkeys(weights, 1.0)}
+            for merge in self.merges
+            for scale in STARTS
+            if low <= scale <= high
+        ]
         left = [one for one in starts if not any(one.items() <= items for items in tried)]
         if left:
             self.study.enqueue_trial(left[0])
@@ -246,7 +229,6 @@ class _Search:
         return trial
 
     def _run(self, trial: Any) -> None:
-        import optuna
 
         try:
             self._set(trial.params)
@@ -314,16 +296,15 @@ class _Search:
 
     def _write_model(self, best: dict[str, Any]) -> None:
         """Write `merge.yml`, merge by it, and test the model that comes out."""
-        path, model = self.out / "merge.yml", self.out / "model"
+        path = self.out / "merge.yml"
         values = ", ".join(f"{name} {value:g}" for name, value in best["parameters"].items())
         comment = f"Trial {best['trial']} of a search: {values}"
         if not path.exists() or not path.read_text("utf-8").startswith(f"# {comment}\n"):
-            shutil.rmtree(model, ignore_errors=True)
             self.merges[best["merge"]].write(best["parameters"], self.out, comment)
         del self.module
         self.merges.clear()  # which hold it, too
-        run_merge(path, model, quiet=self.quiet)
-        self.module = load_scored(ModelReference.model_validate(str(model)), self.score)
+        model = merge_once(path, self.out / "model", quiet=self.quiet)
+        self.module = load_scored(ModelReference.model_validate(model), self.score)
         best["test"] = self.measure("test")
 
     def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
@@ -345,8 +326,7 @@ class _Search:
         ]
         if best["validation"]["forgot"][0] > budget:
             lines.append(
-                f"On the validation texts every merge forgets more than {budget:g} nats "
-                "(`budget`): lower the range of `lambda`, or raise the budget."
+                f"Every merge forgets more than {budget:g} nats (`budget`); lower `lambda`."
             )
         frontier = self.study.best_trials if self.config.aim == "frontier" else ()
         front = {one.number for one in frontier}

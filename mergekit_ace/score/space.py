@@ -22,16 +22,15 @@ from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.files.checkpoints import read_headers
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
+from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
-from mergekit_ace.planning import read_merge_config
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
 from mergekit_ace.score.score import KIND, merge_once
 from mergekit_ace.training.config import COMPONENTS
 from mergekit_ace.training.family import MergedModel
 from mergekit_ace.training.models import Weights, load_model, map_weights
 
-STARTS = (0.5, 0.7, 0.85, 1.0)  # λ of the first trials
 THIRDS = ("first", "middle", "last")
 # What names of tensors hold, by their kind.
 KINDS = {
@@ -92,7 +91,7 @@ class SearchedMerge:
             content.pop("out_dtype", None)
             content["parameters"].pop("report", None)
             write_text(path, yaml.safe_dump(content, sort_keys=False))
-            self._folders.append(merge_once(path, out, quiet=quiet))
+            self._folders.append(merge_once(path, path.with_suffix(""), quiet=quiet))
             self._tensors = self._tensors or [*read_headers(Path(self._folders[0]))]
 
     def load(self, module: Any, base: Weights, config: ScoreConfig) -> None:
@@ -102,27 +101,16 @@ class SearchedMerge:
             model = load_model(folder, KIND, config, torch.float32)
             shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
             if shapes != {name: base[name].shape for name in names}:
-                raise ConfigError(
-                    f"{self.name}: the merge has other shapes than the base; leave out `tokenizer` "
-                    "settings that change the vocabulary"
-                )
-            models.append(map_weights(model, names, folder, Path(f"{folder}.safetensors")))
+                said = f"{self.name}: the merge has other shapes than the base"
+                raise ConfigError(f"{said}; leave `tokenizer` settings out")
+            # in its folder: a merge that is renewed drops what lies there
+            models.append(map_weights(model, names, folder, Path(folder, "mapped.safetensors")))
         self._merged = MergedModel(module, base, models, names)
         self._groups = self._groups_of(names)
         groups = [*self._groups.values(), *self._groups_of(self._tensors).values()]
         self.ranges = dict.fromkeys(groups, self._space.scale)
         if self._space.weight is not None:
             self.ranges |= dict.fromkeys(self._labels, self._space.weight)
-
-    def starts(self) -> list[dict[str, Any]]:
-        """Return the parameters of plain merges with a few λ."""
-        low, high = self._space.scale
-        return [
-            {"merge": self.name}
-            | {name: 1.0 if name in self._labels else scale for name in self.ranges}
-            for scale in STARTS
-            if low <= scale <= high
-        ]
 
     def set(self, values: Mapping[str, float]) -> None:
         """Write the merge with these parameters into the module."""

@@ -12,10 +12,8 @@ from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Number
 from mergekit_ace.methods.coefficients import Basis, Granularity
 
-Task = Literal[
-    "causal-lm", "sequence-classification", "image-classification",
-    "zero-shot-image-classification",
-]  # fmt: skip
+Classification = Literal["sequence-classification", "image-classification"]
+Task = Literal["causal-lm", "zero-shot-image-classification", Classification]
 Labels = Literal["hard", "soft", "true"]
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[Integer, Field(ge=1)]
@@ -58,12 +56,9 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        kinds = [n for n in ("text", "prompt", "messages", "image") if n in self.columns]
-        if len(kinds) != 1:
-            raise ValueError(
-                f"data {self.path} names {' and '.join(kinds) or 'none'} of the columns text, "
-                "prompt, messages, image; give exactly one"
-            )
+        if len(self.columns.keys() & {"text", "prompt", "messages", "image"}) != 1:
+            said = "give one of the columns text, prompt, messages and image"
+            raise ValueError(f"data {self.path}: {said}")
         for inner, outer in (("completion", "prompt"), ("text_pair", "text")):
             if inner in self.columns and outer not in self.columns:
                 raise ValueError(f"data {self.path}: {inner} goes with {outer}, which is missing")
@@ -72,8 +67,7 @@ class DataConfig(Strict):
     @property
     def columns(self) -> dict[str, str]:
         """Columns that are read, by purpose."""
-        columns = {purpose: getattr(self, purpose) for purpose in _PURPOSES}
-        return {purpose: column for purpose, column in columns.items() if column is not None}
+        return {name: value for name, value in self if name in _PURPOSES and value is not None}
 
     def check_task(self, task: Task, whose: str) -> None:
         """Raise ValueError unless there is a column that models of `task` read."""
@@ -229,7 +223,7 @@ class DistillConfig(Strict):
 
     teacher: str
     student: str
-    task: Literal["causal-lm", "sequence-classification", "image-classification"]
+    task: Literal["causal-lm", Classification]
     data: DataConfig
     alpha: Fraction = 0.7
     temperature: Positive = 4.0

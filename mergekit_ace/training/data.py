@@ -53,10 +53,8 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     test, validation = held_out(config.test_split, 10), held_out(config.validation_split, 9)
     splits = {"train": rows_of({*left}), "validation": validation, "test": test}
     if not all(map(len, splits.values())):
-        raise ConfigError(
-            f"data {config.path} has too few different rows to hold some out; give more, or name "
-            "its validation_split and test_split"
-        )
+        said = "has too few different rows; give more, or name its validation_split and test_split"
+        raise ConfigError(f"data {config.path} {said}")
     return splits
 
 
@@ -144,10 +142,8 @@ class SampleReader:
         """Return the logits of complete samples, (P, C), once they are finite."""
         logits = self.kind.answer(self.model, samples)
         if not is_finite(logits.detach()):
-            raise ConfigError(
-                f"expert {self.model.name_or_path} answers NaN or Inf to a sample of data "
-                f"{self.data.path}; leave it out"
-            )
+            said = f"expert {self.model.name_or_path} answers NaN or Inf"
+            raise ConfigError(f"{said} to a sample of data {self.data.path}; leave it out")
         return logits
 
 
@@ -159,10 +155,8 @@ def check_tokens(samples: Sequence[Example], data: DataConfig, model: str, known
     """Raise a `ConfigError` for tokens beyond the `known` embeddings of a model."""
     largest = int(torch.cat([sample["input_ids"] for sample in samples]).max())
     if largest >= known:
-        raise ConfigError(
-            f"data {data.path}: the tokenizer has the token number {largest}, but {model} has only "
-            f"{known} embeddings; use the tokenizer that belongs to the model"
-        )
+        said = f"the tokenizer has the token number {largest}, but {model} only {known} embeddings"
+        raise ConfigError(f"data {data.path}: {said}; use the tokenizer of the model")
 
 
 @torch.no_grad()
@@ -195,10 +189,8 @@ def answer_data(
             if config.labels == "true" and len(true) < len(part):
                 raise ConfigError(f"labels: true, but data {path} lacks some answers")
             for outside in (one for one in true if one.min() < 0 or one.max() >= classes):
-                raise ConfigError(
-                    f"data {path} has the label {int(outside.max())}, but its expert knows only "
-                    f"the classes 0 to {classes - 1}"
-                )
+                said = f"its expert knows only the classes 0 to {classes - 1}"
+                raise ConfigError(f"data {path} has the label {int(outside.max())}, but {said}")
     return splits
 
 

@@ -17,22 +17,11 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import ConfigError
+from mergekit_ace.training import models
 from mergekit_ace.training.config import DistillConfig
 from mergekit_ace.training.data import SampleReader, load_rows, step_indices
-from mergekit_ace.training.models import (
-    check_classes,
-    load_model,
-    load_processor,
-    load_skeleton,
-    local_folder,
-)
-from mergekit_ace.training.state import (
-    TrainingProgress,
-    TrainingRun,
-    last_step,
-    train_module,
-)
-from mergekit_ace.training.tasks import Example, fit_to_model, model_kind
+from mergekit_ace.training.state import TrainingProgress, TrainingRun, last_step, train_module
+from mergekit_ace.training.tasks import MODEL_KINDS, Example, fit_to_model
 
 RECORD = "distillation.json"
 WARM_UP, WEIGHT_DECAY = 0.1, 0.01  # share of all steps; of AdamW
@@ -45,7 +34,7 @@ def run_distillation(
     with TrainingRun.start(out, config.mixed_precision, quiet=quiet) as run:
         with run.accelerator.main_process_first():
             teacher, student = (
-                local_folder(one, run.path / "adapters", config.trust_remote_code)
+                models.local_folder(one, run.path / "adapters", config.trust_remote_code)
                 for one in (config.teacher, config.student)
             )
         run.claim(config, [teacher, student, config.data.path], overwrite=overwrite)
@@ -110,29 +99,27 @@ class Distillation:
     student: Any
 
     def __init__(self, config: DistillConfig, teacher: str, student: str, run: TrainingRun):
-        self.config, self.run, self._kind = config, run, model_kind(config.task)
-        model: Any = load_model(teacher, self._kind, config)
-        skeleton = load_skeleton(student, self._kind, config)
+        self.config, self.run, self._kind = config, run, MODEL_KINDS[config.task]
+        model: Any = models.load_model(teacher, self._kind, config)
+        skeleton = models.load_skeleton(student, self._kind, config)
         processor, self.processor = (
-            load_processor([folder], self._kind, config) for folder in (teacher, student)
+            models.load_processor([folder], self._kind, config) for folder in (teacher, student)
         )
         options = {}
         if self._kind.has_heads:  # the student gets a new head for the teacher's classes
-            check_classes(model.config, f"the teacher {config.teacher}")
+            models.check_classes(model.config, f"the teacher {config.teacher}")
             labels = ("num_labels", "id2label", "label2id")
             options = {name: getattr(model.config, name) for name in labels}
         else:
             sizes = [m.config.get_text_config().vocab_size for m in (model, skeleton)]
             if processor.get_vocab() != self.processor.get_vocab() or sizes[0] != sizes[1]:
-                raise ConfigError(
-                    "teacher and student have different tokenizers or numbers of logits; let the "
-                    "teacher write a `completion` to each prompt, and fine-tune the student on them"
-                )
+                said = "teacher and student have different tokenizers or numbers of logits"
+                raise ConfigError(f"{said}; fine-tune the student on what the teacher writes")
         device, data = run.accelerator.device, fit_to_model(config.data, skeleton)
         self._teacher = SampleReader(model.to(device), self._kind, processor, data)
         self.samples = run.once("data", self._read_data)
         torch.manual_seed(config.training.seed)
-        self.student = load_model(
+        self.student = models.load_model(
             student, self._kind, config, getattr(torch, config.dtype),
             new_head=self._kind.has_heads, **options,
         )  # fmt: skip

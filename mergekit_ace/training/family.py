@@ -84,9 +84,6 @@ class Family:
         files = {name: target / f"{row:05d}.safetensors" for row, name in enumerate(self.stored)}
         with run.accelerator.main_process_first():
             target.mkdir(parents=True, exist_ok=True)
-            if not run.quiet:
-                size = 4 * rows * sum(weight.numel() for weight in self.base.values())
-                print(f"{rows} components of {len(files)} tensors: {size / 1e9:.2f} GB in {target}")
             for name, path in tqdm(files.items(), "components", unit="tensor", disable=run.quiet):
                 if not path.exists():
                     split = (part.to("cpu", torch.float32, copy=True) for part in self._split(name))
@@ -106,9 +103,8 @@ class Family:
         try:
             return split_tensor(base, experts, config.options, layout)
         except (IllConditionedError, OverflowError) as error:
-            raise ConfigError(
-                f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
-            ) from error
+            said = f"{name} cannot be merged by {config.basis}: {error}. Raise its epsilon"
+            raise ConfigError(said) from error
 
     @cached_property
     def depths(self) -> Tensor:
@@ -146,14 +142,12 @@ class Family:
 def load_family(models: Models) -> Family:
     """Load one model after the other, map its weights, and let it answer its data."""
     config, run, kind = models.config, models.run, models.kind
+    models.check_experts()
     module = models.load(models.base)
     names, on_disk = models.merged_names(module), map_folder(models.base)
     stored = stored_names(module, names, on_disk)
-    if missing := [name for name, known in stored.items() if not known]:
-        raise ConfigError(
-            f"the base model {models.base} has no {missing[0]} on disk; leave it out by `exclude`"
-        )
-    models.check_experts(module)
+    for name in (name for name, known in stored.items() if not known):
+        raise ConfigError(f"{models.base} has no {name} on disk; leave it out by `exclude`")
     # All of them now: mistakes in them show before the first answer.
     rows = {
         row: load_rows(data, config.training.seed)

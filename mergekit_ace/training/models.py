@@ -22,27 +22,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.check.check import DEQUANTISE
 from mergekit_ace.check.loading import quiet_transformers
-from mergekit_ace.check.models import DEQUANTISE
-from mergekit_ace.files.checkpoints import (
-    check_model_folder,
-    check_references,
-    read_json,
-    weight_files,
-)
+from mergekit_ace.files import checkpoints as files
 from mergekit_ace.files.models import VOCABULARY_FILES
-from mergekit_ace.files.saving import file_states, save_tensors
+from mergekit_ace.files.saving import file_states, replacing, save_tensors
 from mergekit_ace.methods.architecture import loaded_names
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
+from mergekit_ace.training import tasks
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.state import TrainingRun, explained_damage
-from mergekit_ace.training.tasks import (
-    ImageClassification,
-    ModelKind,
-    ZeroShotImageClassification,
-    head_prefixes,
-    model_kind,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,7 +50,7 @@ class Models:
     base: str
     experts: tuple[str, ...]
     processor: Any
-    kind: ModelKind
+    kind: tasks.ModelKind
 
     @property
     def backbones(self) -> list[Path]:
@@ -76,18 +65,19 @@ class Models:
 
     def merged_names(self, model: PreTrainedModel) -> list[str]:
         """Return the names in memory of the parameters that are merged: no heads, no excluded."""
-        heads, exclude = head_prefixes(model, self.kind), self.config.exclude
+        heads, exclude = tasks.head_prefixes(model, self.kind), self.config.exclude
         parameters = model.named_parameters()
         known = [n for n, p in parameters if p.is_floating_point() and not n.startswith(heads)]
         for part in exclude:
             if not any(part in name for name in known):
-                raise ConfigError(
-                    f"exclude: {part!r} is part of no name of a parameter, such as {known[0]}"
-                )
+                said = f"exclude: {part!r} is part of no name of a parameter, such as {known[0]}"
+                raise ConfigError(said)
         return [name for name in known if not any(part in name for part in exclude)]
 
-    def check_experts(self, base: PreTrainedModel) -> None:
+    def check_experts(self) -> None:
         """Raise unless experts have the base's parameters, but for their heads, in their shapes."""
+        base = load_skeleton(self.base, self.kind, self.config)
+        self.merged_names(base)  # says what is wrong with `exclude`
         expected = self._shapes(base)
         for member, folder in zip(self.config.models, self.experts, strict=True):
             expert = load_skeleton(folder, self.kind, self.config)
@@ -95,16 +85,14 @@ class Models:
             for name in (*own, *expected):
                 one, other = own.get(name, "missing"), expected.get(name, "missing")
                 if one != other:
-                    raise ConfigError(
-                        f"expert {member.model} and the base model differ in {name}: {one} against "
-                        f"{other}; experts must be fine-tuned from the base model"
-                    )
+                    said = f"expert {member.model} was not fine-tuned from {self.config.base_model}"
+                    raise ConfigError(f"{said}: they differ in {name}, {one} against {other}")
             if self.kind.has_heads:
                 check_classes(expert.config, f"expert {member.model}")
 
     def _shapes(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return what experts have in common with the base: shapes, and tied embeddings."""
-        heads, tied = head_prefixes(model, self.kind), "tie_word_embeddings"
+        heads, tied = tasks.head_prefixes(model, self.kind), "tie_word_embeddings"
         parameters = model.named_parameters(remove_duplicate=False)
         shapes: dict[str, Any] = {name: tuple(one.shape) for name, one in parameters}
         if not heads:
@@ -115,19 +103,19 @@ class Models:
 
 def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> Models:
     """Find all models before anything is computed, and make the folder of the run theirs."""
-    kind = model_kind(config.task)
+    kind = tasks.MODEL_KINDS[config.task]
     references = (config.base_model, *(expert.model for expert in config.models))
     with run.accelerator.main_process_first():  # it downloads, and merges adapters
         adapters, trust = run.path / "adapters", config.trust_remote_code
         folders = [local_folder(reference, adapters, trust) for reference in references]
     known: dict[str, str] = {}
     for reference, folder in zip(references, folders, strict=True):
-        if read_json(Path(folder) / "config.json").get("quantization_config"):
+        if files.read_json(Path(folder) / "config.json").get("quantization_config"):
             raise ConfigError(f"model {reference} is quantised, not to be merged; {DEQUANTISE}")
         place = os.path.realpath(folder)
         if place in known:
             said = f"{reference} and {known[place]} are the same model"
-            raise ConfigError(f"{said}; list the base and every expert once")
+            raise ConfigError(f"{said}; list every model once")
         known[place] = reference
     processor = load_processor(folders, kind, config)
     run.claim(config, [*folders, *(data.path for _, data in config.sources)], overwrite=overwrite)
@@ -137,13 +125,13 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
 def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
     """Return the folder of a model: itself, downloaded, or with its adapter in `adapters`."""
     parsed = ModelReference.model_validate(reference)
-    check_references([parsed])
+    files.check_references([parsed])
     folder, revision = parsed.model.path, parsed.model.revision
     if parsed.lora:
         folder = _with_adapter(parsed, adapters, trust_remote_code)
     if not os.path.exists(folder):
         folder = snapshot_download(folder, revision=revision, allow_patterns=_NEEDED)
-    check_model_folder(Path(folder))  # what was downloaded, too
+    files.check_model_folder(Path(folder))  # what was downloaded, too
     return folder
 
 
@@ -168,7 +156,7 @@ def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: 
 
 
 def load_model(
-    folder: str, kind: ModelKind, config: Any, dtype: torch.dtype | str = "auto", *,
+    folder: str, kind: tasks.ModelKind, config: Any, dtype: torch.dtype | str = "auto", *,
     new_head: bool = False, **options: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Load a model for inference; by default in the dtype that it is stored in.
@@ -176,7 +164,7 @@ def load_model(
     A `new_head` lets a classifier lack its head, or have one of another shape. All else that the
     checkpoint lacks, which transformers would draw at random, is a `ConfigError`.
     """
-    new_head = new_head or isinstance(kind, ZeroShotImageClassification)  # the base lends one
+    new_head = new_head or isinstance(kind, tasks.ZeroShotImageClassification)  # the base lends one
     with quiet_transformers():
         try:
             model, info = getattr(transformers, kind.auto_class).from_pretrained(
@@ -189,17 +177,15 @@ def load_model(
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             said = f"model {folder} cannot be loaded for task: {config.task}: {error}"
             raise ConfigError(said) from error
-    heads = head_prefixes(model, kind) if new_head else ()
+    heads = tasks.head_prefixes(model, kind) if new_head else ()
     lost = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     if lost := sorted(name for name in lost if not name.startswith(heads)):
-        raise ConfigError(
-            f"model {folder} lacks {len(lost)} parameters that task: {config.task} needs, such as "
-            f"{lost[0]}; save it again by save_pretrained, with its head"
-        )
+        said = f"model {folder} lacks {len(lost)} parameters that task: {config.task} needs"
+        raise ConfigError(f"{said}, such as {lost[0]}; save it again, with its head")
     return model.eval().requires_grad_(False)
 
 
-def load_skeleton(folder: str, kind: ModelKind, config: Any) -> PreTrainedModel:
+def load_skeleton(folder: str, kind: tasks.ModelKind, config: Any) -> PreTrainedModel:
     """Build the architecture of a model without its weights: names and shapes, no memory."""
     model_class = getattr(transformers, kind.auto_class)
     trust = config.trust_remote_code
@@ -212,13 +198,12 @@ def load_skeleton(folder: str, kind: ModelKind, config: Any) -> PreTrainedModel:
         return model_class(settings)
 
 
-def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
+def load_processor(folders: list[str], kind: tasks.ModelKind, config: Any) -> Any:
     """Load the tokenizer that all folders share, with the first chat template of any of them.
 
     For images it is the image processor of the first folder that has one, or None.
     """
-
-    images = isinstance(kind, ImageClassification)
+    images = isinstance(kind, tasks.ImageClassification)
     names = ("preprocessor_config.json",) if images else VOCABULARY_FILES
     found = [one for one in folders if any(Path(one, name).is_file() for name in names)]
     if images:
@@ -228,10 +213,8 @@ def load_processor(folders: list[str], kind: ModelKind, config: Any) -> Any:
     tokenizer, *others = (load(folder, trust_remote_code=trust) for folder in found)
     for folder, other in zip(found[1:], others, strict=True):
         if other.get_vocab() != tokenizer.get_vocab():
-            raise ConfigError(
-                f"the tokenizer of {folder} is not that of {found[0]}; align them first, e.g. by "
-                "mergekit's `tokenizer:` section"
-            )
+            said = f"the tokenizer of {folder} is not that of {found[0]}; align them first"
+            raise ConfigError(f"{said}, e.g. by mergekit's `tokenizer:` section")
         if not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = getattr(other, "chat_template", None)
     return tokenizer
@@ -254,8 +237,8 @@ def map_file(path: str | os.PathLike) -> dict[str, Tensor]:
 
 def map_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
     """Map all tensors of a checkpoint."""
-    files = map(map_file, weight_files(Path(folder)))
-    return {name: tensor for mapped in files for name, tensor in mapped.items()}
+    mapped = map(map_file, files.weight_files(Path(folder)))
+    return {name: tensor for tensors in mapped for name, tensor in tensors.items()}
 
 
 def map_weights(
@@ -270,10 +253,8 @@ def map_weights(
     for name, own in stored_names(model, parameters, stored).items():
         for tensor in (stored[one] for one in own):
             if not tensor.is_floating_point():
-                raise ConfigError(
-                    f"tensor {name} of model {folder} is stored as {tensor.dtype}; get the model "
-                    "in bfloat16, float16 or float32"
-                )
+                said = f"tensor {name} of model {folder} is stored as {tensor.dtype}"
+                raise ConfigError(f"{said}; get the model in bfloat16, float16 or float32")
             if torch.equal(tensor, parameters[name].cpu().to(tensor.dtype)):
                 mapped[name] = tensor
         if name not in mapped:
@@ -306,13 +287,10 @@ def save_backbone(model: PreTrainedModel, folder: Path) -> None:
     mergekit merges checkpoints of one architecture with the same tensors, which classifiers with
     heads of their own are not. Of some architectures it overlooks the names on disk.
     """
-    if folder.exists():
-        return
-    backbone: Any = model.base_model
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    backbone.save_pretrained(partial, save_original_format=False)
-    os.replace(partial, folder)
+    if not folder.exists():
+        backbone: Any = model.base_model
+        with replacing(folder) as partial:
+            backbone.save_pretrained(partial, save_original_format=False)
 
 
 def average_statistics(model: nn.Module, experts: Sequence[Mapping[str, Tensor]]) -> None:
@@ -326,7 +304,7 @@ def write_statistics_of_batches(model: nn.Module, folders: Sequence[Path]) -> No
     """Give checkpoints the BatchNorm statistics and counters of a model, which all merges keep."""
     buffers = model.named_buffers()
     known = {name: b for name, b in buffers if is_running_statistic(name) or is_counter(name)}
-    for path in (path for folder in folders if known for path in weight_files(folder)):
+    for path in (path for folder in folders if known for path in files.weight_files(folder)):
         tensors = map_file(path)
         tensors |= {n: known[n].to("cpu", t.dtype) for n, t in tensors.items() if n in known}
         save_tensors(path, tensors, {"format": "pt"})

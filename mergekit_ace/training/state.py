@@ -23,16 +23,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mergekit_ace.files import saving
 from mergekit_ace.files.checkpoints import json_or_empty
-from mergekit_ace.files.saving import (
-    check_apart,
-    differences,
-    file_states,
-    locked,
-    occupied,
-    replacing,
-    write_text,
-)
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import LoopConfig
 
@@ -66,7 +58,7 @@ class TrainingRun:
     def start(cls, *args: Any, **options: Any) -> Iterator[TrainingRun]:
         """Keep other runs out of the folder while this one lasts; arguments are the class's."""
         run = cls(*args, **options)
-        with locked(run.path) if run.is_main else nullcontext():
+        with saving.locked(run.path) if run.is_main else nullcontext():
             yield run
 
     def claim(self, config: BaseModel, inputs: Sequence[str], *, overwrite: bool) -> None:
@@ -79,27 +71,29 @@ class TrainingRun:
             identity = {
                 "config": config.model_dump(mode="json"),
                 "processes": self.accelerator.num_processes,
-                "files": file_states(inputs),
+                "files": saving.file_states(inputs),
             }
             known = json_or_empty(self.state / _RECORD)
-            changed = differences(known, identity, _FREE)
+            changed = saving.differences(known, identity, _FREE)
             if changed:
                 self._clear(inputs, changed if known else [], overwrite)
                 self.state.mkdir(parents=True, exist_ok=True)
-                write_text(self.state / _RECORD, json.dumps(identity, indent=1))
+                saving.write_text(self.state / _RECORD, json.dumps(identity, indent=1))
         self.accelerator.wait_for_everyone()
 
     def _clear(self, inputs: Sequence[str], changed: Sequence[str], overwrite: bool) -> None:
         """Drop what another run has left, where `overwrite` allows it, and nothing else."""
         results, folders = ([self.path / name for name in names] for names in (_RESULTS, _FOLDERS))
-        check_apart(inputs, folders)
+        saving.check_apart(inputs, folders)
         left = [self.path / "config.json", *results]
         left += [path for folder in folders for path in folder.rglob("*") if path.name != _RECORD]
         left = [path for path in left if path.is_file()]
         # A run that ended over a mistake before it computed anything has nothing to lose.
         if left and not overwrite:
             foreign = f"{left[0].relative_to(self.path)}, which is not of this run"
-            raise occupied(self.path, "the state of another run" if changed else foreign, changed)
+            raise saving.occupied(
+                self.path, "the state of another run" if changed else foreign, changed
+            )
         for path in results:  # first what would look as if this run were complete
             path.unlink(missing_ok=True)
         for folder in folders:
@@ -210,10 +204,7 @@ def train_module(
 def check_number(what: str, value: float, step: int) -> None:
     """Raise a `ConfigError` where a value of a step, such as its loss, is NaN or Inf."""
     if not math.isfinite(value):
-        raise ConfigError(
-            f"{what} became {value} in step {step}; lower training.learning_rate, or look at the "
-            "data"
-        )
+        raise ConfigError(f"{what} became {value} in step {step}; lower training.learning_rate")
 
 
 @contextmanager
@@ -227,5 +218,5 @@ def explained_damage(path: str | os.PathLike) -> Iterator[None]:
 
 
 def _save(path: Path, content: Any) -> None:
-    with replacing(path) as partial:
+    with saving.replacing(path) as partial:
         torch.save(content, partial)

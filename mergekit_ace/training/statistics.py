@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import click
 import torch
 from pydantic import Field
 from safetensors import safe_open
@@ -21,27 +19,15 @@ from transformers.pytorch_utils import Conv1D
 
 import mergekit_ace
 from mergekit_ace.algebra.linalg import add_product_, full_precision
-from mergekit_ace.algebra.ridge import pack, packed_size
+from mergekit_ace.algebra.ridge import pack
+from mergekit_ace.files import statistics as files
 from mergekit_ace.files.saving import save_tensors
-from mergekit_ace.files.statistics import (
-    INDEX_FILE,
-    Measure,
-    MeasuredExpert,
-    MeasuredTensor,
-    StatisticsIndex,
-    save_index,
-)
+from mergekit_ace.files.statistics import Measure, MeasuredExpert, MeasuredTensor
 from mergekit_ace.methods.base import first_that_fits
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import TrainConfig
 from mergekit_ace.training.data import SampleReader, read_rows
-from mergekit_ace.training.models import (
-    Models,
-    claim_models,
-    load_skeleton,
-    map_folder,
-    stored_names,
-)
+from mergekit_ace.training.models import Models, claim_models, map_folder, stored_names
 from mergekit_ace.training.state import TrainingRun, explained_damage
 from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
@@ -66,53 +52,33 @@ def measure_statistics(
     """Measure statistics, or go on with that; return the path of their index."""
     with TrainingRun.start(out, quiet=quiet) as run:
         models = claim_models(config, run, overwrite=overwrite)
-        index = run.path / INDEX_FILE
-        files = [
+        index = run.path / files.INDEX_FILE
+        measured = [
             {kind: run.path / "experts" / f"{row}-{kind}.safetensors" for kind in config.measure}
             for row in range(len(config.models))
         ]
-        if index.exists() and all(file.exists() for own in files for file in own.values()):
+        if index.exists() and all(file.exists() for own in measured for file in own.values()):
             return index  # this very run, complete
-        base = load_skeleton(models.base, models.kind, config)
-        models.merged_names(base)  # says what is wrong with `exclude`
-        models.check_experts(base)
+        models.check_experts()
         for _, data in config.sources:  # mistakes in it show before the first model reads
             read_rows(data, config.training.seed)
-        tensors = plan_measurements(models, config.measure)
+        tensors = describe_tensors(models, load_reader(models, 0))
+        known = {"covariances": [one.inputs or one.counted for one in tensors]}
+        known["fisher"] = [one.fisher for one in tensors]
+        for kind in (kind for kind in config.measure if not any(known[kind])):
+            said = f"{config.base_model} has nothing of which {kind} could be measured"
+            raise ConfigError(said)
         (run.path / "experts").mkdir(exist_ok=True)
-        experts = [measure_expert(models, tensors, row, own) for row, own in enumerate(files)]
-        save_index(run.path, StatisticsIndex(
+        experts = [measure_expert(models, tensors, row, own) for row, own in enumerate(measured)]
+        files.StatisticsIndex(
             base_model=config.base_model,
             measured=config.measure,
             experts=tuple(experts),
             tensors=tensors,
             config=config.model_dump(mode="json"),
             package=mergekit_ace.__version__,
-        ))  # fmt: skip
+        ).save(run.path)
         return index
-
-
-def plan_measurements(models: Models, measures: Sequence[Measure]) -> tuple[MeasuredTensor, ...]:
-    """Return what is known of all tensors by the first expert; say what measuring them takes."""
-    reader = load_reader(models, 0)
-    tensors = describe_tensors(models, reader)
-    shapes = {name: parameter.shape for name, parameter in reader.model.named_parameters()}
-    leaders = modules_of(reader.model, {one.inputs for one in tensors if one.inputs}, LINEAR)
-    covariances = 4 * sum(packed_size(_input_size(layers)) for layers in leaders.values())
-    covariances += 8 * sum(shapes[one.name][0] for one in tensors if one.counted)
-    fisher = 4 * sum(shapes[one.name].numel() for one in tensors if one.fisher)
-    # Whole matrices are summed up in memory, and half of each is written.
-    for kind, disk, memory in (("covariances", covariances, 2), ("fisher", fisher, 1)):
-        if kind in measures and not disk:
-            said = f"{models.config.base_model} has nothing of which {kind} could be measured"
-            raise ConfigError(said)
-        if kind in measures and not models.run.quiet:
-            count = len(models.experts)
-            click.echo(
-                f"{kind} of {count} experts: {count * disk / 1e9:.3g} GB on disk, and "
-                f"{memory * disk / 1e9:.3g} GB of memory beside the model"
-            )
-    return tensors
 
 
 def load_reader(models: Models, row: int) -> SampleReader:
@@ -176,18 +142,22 @@ def shared_inputs(reader: SampleReader, sample: Example, linear: Modules) -> dic
 
 
 def measure_expert(
-    models: Models, tensors: Sequence[MeasuredTensor], row: int, files: Mapping[str, Path]
+    models: Models, tensors: Sequence[MeasuredTensor], row: int, paths: Mapping[str, Path]
 ) -> MeasuredExpert:
     """Measure what is not measured yet of an expert; return its entry of the index."""
     config, run, expert = models.config, models.run, models.config.models[row]
-    missing = [kind for kind, file in files.items() if not file.exists()]
+    missing = [kind for kind, file in paths.items() if not file.exists()]
     if missing:
         reader = load_reader(models, row)
         rows = read_rows(reader.data, config.training.seed)
         samples = reader.read(rows, reader.data.split, _AT_ONCE, quiet=run.quiet)
-        tokens = sum(len(sample.get("input_ids", ())) for sample in samples)
-        facts = {"model": expert.model, "task": expert.task}
-        facts |= {"samples": len(samples), "tokens": tokens}
+        facts = MeasuredExpert(
+            model=expert.model,
+            task=expert.task,
+            samples=len(samples),
+            tokens=sum(len(sample.get("input_ids", ())) for sample in samples),
+            files=tuple(file.relative_to(run.path).as_posix() for file in paths.values()),
+        )
         for kind in missing:
             bar = tqdm(samples, kind, unit="sample", disable=run.quiet)
             total: Any = partial(sum_fisher, seed=config.training.seed)
@@ -195,16 +165,12 @@ def measure_expert(
             found = first_that_fits(reader.model.device, total, "statistics", kind)
             for name, tensor in found.items():
                 if not tensor.isfinite().all():
-                    raise ConfigError(
-                        f"expert {expert.model}: {name} came out as NaN or Inf on data "
-                        f"{reader.data.path}; its inputs or gradients overflow: save it in float32"
-                    )
-            save_tensors(files[kind], found, {"measured": kind, "facts": json.dumps(facts)})
-    file = next(iter(files.values()))
+                    said = f"{expert.model}: {name} is NaN or Inf on data {reader.data.path}"
+                    raise ConfigError(f"{said}, as numbers overflow; save it in float32")
+            save_tensors(paths[kind], found, {"expert": facts.model_dump_json()})
+    file = next(iter(paths.values()))
     with explained_damage(file), safe_open(file, "pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-    names = tuple(file.relative_to(run.path).as_posix() for file in files.values())
-    return MeasuredExpert(**facts, files=names)
+        return MeasuredExpert.model_validate_json(opened.metadata()["expert"])
 
 
 def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,11 +146,17 @@ def _answered(prompt: Tensor, answer: Tensor) -> Example:
     return {"input_ids": ids, "supervised": torch.arange(len(ids)) >= len(prompt)}
 
 
+def _unreadable(row: dict[str, Any], data: DataConfig, purpose: str, wanted: str) -> ConfigError:
+    """Return an error that says what a column holds instead of what is wanted."""
+    column = data.columns[purpose]
+    said = f"data {data.path}: column {column} holds {row[column]!r:.300} instead of {wanted}"
+    return ConfigError(said)
+
+
 def _text_of(row: dict[str, Any], data: DataConfig, purpose: str) -> str:
     text = row[data.columns[purpose]]
     if not isinstance(text, str):
-        column = data.columns[purpose]
-        raise ConfigError(f"data {data.path}: column {column} holds {text!r} instead of text")
+        raise _unreadable(row, data, purpose, "text")
     return text
 
 
@@ -160,6 +167,9 @@ def _prompt_and_answer(
     if data.text is not None:
         return [], tokenizer(_text_of(row, data, "text"))["input_ids"]
     if data.messages is not None:
+        if not _is_chat(row[data.messages]):
+            wanted = f"messages with `role` (one of {', '.join(_ROLES)}) and `content`"
+            raise _unreadable(row, data, "messages", wanted)
         return _chat(row[data.messages], f"data {data.path}: column {data.messages}", tokenizer)
     prompt = tokenizer(_text_of(row, data, "prompt"))["input_ids"]
     if data.completion is None:
@@ -169,40 +179,36 @@ def _prompt_and_answer(
     return prompt, answer + ([end] if end is not None else [])
 
 
-def _chat(messages: Any, whose: str, tokenizer: Any) -> tuple[list[int], list[int] | None]:
-    """Return the tokens of a chat before and of its last answer, as the template writes it."""
-
-    def is_message(one: Any) -> bool:
+def _is_chat(messages: Any) -> bool:
+    """Tell whether templates and this module know every message."""
+    if not (messages and isinstance(messages, list)):
+        return False
+    for one in messages:
         # A template writes an unknown role like a known one, and it would not be learned.
-        known = isinstance(one, dict) and one.get("role") in _ROLES
-        return known and (one.get("content") is not None or bool(one.get("tool_calls")))
+        if not isinstance(one, dict) or one.get("role") not in _ROLES:
+            return False
+        if one.get("content") is None and not one.get("tool_calls"):
+            return False
+    return True
 
-    if not (messages and isinstance(messages, list) and all(map(is_message, messages))):
-        raise ConfigError(
-            f"{whose} holds {messages!r:.300} instead of messages with `role` (one of "
-            f"{', '.join(_ROLES)}) and `content`"
-        )
 
-    def render(part: list, *, prompt: bool) -> list[int]:
-        options = {"return_dict": False, "add_generation_prompt": prompt}
-        return tokenizer.apply_chat_template(part, tokenize=True, **options)
-
+def _chat(messages: list, whose: str, tokenizer: Any) -> tuple[list[int], list[int] | None]:
+    """Return the tokens of a chat before and of its last answer, as the template writes it."""
+    render = partial(tokenizer.apply_chat_template, return_dict=False)
     try:
         if messages[-1]["role"] != "assistant":
-            return render(messages, prompt=True), None
-        whole = render(messages, prompt=False)
+            return render(messages, add_generation_prompt=True), None
+        whole = render(messages)
         # Some templates begin an answer otherwise once it is written.
-        starts = [render(messages[:-1], prompt=prompt) for prompt in (True, False)]
+        starts = [render(messages[:-1], add_generation_prompt=prompt) for prompt in (True, False)]
     except Exception as error:  # whatever a template raises
         said = f"{whose}: the tokenizer's chat template refuses its messages: {error}"
         raise ConfigError(said) from error
     for before in starts:
         if whole[: len(before)] == before:
             return before, whole[len(before) :]
-    raise ConfigError(
-        f"{whose}: the tokenizer's chat template writes a question otherwise once it is answered; "
-        "give `prompt` and `completion` instead"
-    )
+    said = "the tokenizer's chat template writes a question otherwise once it is answered"
+    raise ConfigError(f"{whose}: {said}; give `prompt` and `completion` instead")
 
 
 class SequenceClassification(ModelKind):
@@ -229,13 +235,9 @@ def _truth(row: dict[str, Any], data: DataConfig) -> Example:
     """Return `true` (1,) where the data has a column of classes."""
     if data.label is None:
         return {}
-    label = row[data.label]
-    if isinstance(label, bool) or not isinstance(label, int):
-        raise ConfigError(
-            f"data {data.path}: column {data.label} holds {label!r}; labels are the numbers of "
-            "the classes: 0, 1, …"
-        )
-    return {"true": torch.tensor([label])}
+    if type(row[data.label]) is not int:
+        raise _unreadable(row, data, "label", "the number of a class: 0, 1, …")
+    return {"true": torch.tensor([row[data.label]])}
 
 
 class ImageClassification(ModelKind):
@@ -250,10 +252,8 @@ class ImageClassification(ModelKind):
         elif processor is not None and hasattr(image, "convert"):
             pixels = processor(images=image.convert("RGB"), return_tensors="pt")["pixel_values"][0]
         else:
-            raise ConfigError(
-                f"data {data.path}: column {data.image} holds {image!r:.60}, which no model reads; "
-                "give images, and a model with preprocessor_config.json, or pixel values"
-            )
+            wanted = "pixel values, or images for a model with preprocessor_config.json"
+            raise _unreadable(row, data, "image", wanted)
         return {"pixel_values": pixels[None]} | _truth(row, data)
 
     def collate(self, samples: Sequence[Example]) -> Batch:
@@ -269,15 +269,12 @@ class ZeroShotImageClassification(ImageClassification):
         return model(**batch).image_embeds  # of a `ZeroShotHead` for a projection
 
 
-def model_kind(task: Task) -> ModelKind:
-    """Return how models are used for `task`."""
-    kinds: dict[Task, type[ModelKind]] = {
-        "causal-lm": CausalLanguageModel,
-        "sequence-classification": SequenceClassification,
-        "image-classification": ImageClassification,
-        "zero-shot-image-classification": ZeroShotImageClassification,
-    }
-    return kinds[task]()
+MODEL_KINDS: dict[Task, ModelKind] = {
+    "causal-lm": CausalLanguageModel(),
+    "sequence-classification": SequenceClassification(),
+    "image-classification": ImageClassification(),
+    "zero-shot-image-classification": ZeroShotImageClassification(),
+}
 
 
 def head_prefixes(model: PreTrainedModel, kind: ModelKind) -> tuple[str, ...]:
@@ -337,9 +334,8 @@ def zero_shot_head(folder: str, prompts: Sequence[str | Sequence[str]]) -> ZeroS
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"base_model {folder}: give a whole CLIPModel with its tokenizer ({error})"
-        ) from error
+        said = f"base_model {folder}: give a whole CLIPModel with its tokenizer ({error})"
+        raise ConfigError(said) from error
     rows = []
     for prompt in prompts:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)

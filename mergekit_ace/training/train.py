@@ -129,7 +129,8 @@ def score_merges(objective: Objective, coefficients: Tensor) -> dict[str, Score]
 class Objective:
     """Loss of a merge on the data of T teachers, as a function of its coefficients.
 
-    `weights`, (T,), are those of the teachers' mean losses; their sum is 1.
+    `weights`, (T,), are those of the teachers' mean losses; their sum is 1. After
+    `steps_per_epoch` the largest data set has been seen once.
     """
 
     def __init__(self, family: Family):
@@ -141,16 +142,12 @@ class Objective:
             components=bool(components),
         )  # fmt: skip
         self._batch = self._run.samples_per_step(settings)
+        largest = max(len(teacher.splits["train"]) for teacher in family.teachers)
+        self.steps_per_epoch = -(-largest // self._batch)
         weights = torch.ones(len(family.teachers), dtype=torch.float64)
         if self.config.rehearsal is not None:
             weights[-1] = settings.rehearsal_weight * (len(weights) - 1)
         self.weights = weights / weights.sum()
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps after which the largest data set has been seen once."""
-        largest = max(len(teacher.splits["train"]) for teacher in self.family.teachers)
-        return -(-largest // self._batch)
 
     def gradient(self, coefficients: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return ∂L/∂λ, (K, G), and the teachers' losses, (T,), of one step.
@@ -319,23 +316,20 @@ def merge_config(family: Family, file: CoefficientFile, path: Path) -> dict[str,
     """Return a config that merges with the coefficients at `path`, run in whatever folder."""
     contents, basis = file.contents, file.contents.basis
     base, *experts = _models_to_merge(family)
+    known = {name: value for name, value in contents.parameters.items() if value is not None}
     config: dict[str, Any] = {
         "merge_method": METHODS_OF_BASES.get(basis, basis),
         "base_model": base,
         "dtype": "float32",
+        "out_dtype": str(next(iter(family.base.values())).dtype).removeprefix("torch."),
+        "models": [
+            {"model": model, "parameters": {"task": one.task}}
+            for model, one in zip(experts, contents.experts, strict=True)
+        ],
+        "parameters": {**known, "coefficients": str(path.resolve())},
     }
-    stored = str(next(iter(family.base.values())).dtype).removeprefix("torch.")
-    if stored != "float32":
-        config["out_dtype"] = stored
-    if not family.models.kind.has_heads:
-        config["tokenizer"] = {"source": "base"}
-    config["models"] = [
-        {"model": model, "parameters": {"task": one.task}}
-        for model, one in zip(experts, contents.experts, strict=True)
-    ]
-    known = {name: value for name, value in contents.parameters.items() if value is not None}
-    config["parameters"] = {**known, "coefficients": str(path.resolve())}
-    return config
+    tokenizer = {} if family.models.kind.has_heads else {"tokenizer": {"source": "base"}}
+    return config | tokenizer
 
 
 def _models_to_merge(family: Family) -> list[Any]:

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from checkpoints import ace_config, tiny, tiny_llama
+from checkpoints import ace_config, rewrite, tiny, tiny_llama
 from families import GPT2, MIXTRAL, SMALL
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GptOssForCausalLM, MixtralForCausalLM, OPTForCausalLM
 
@@ -26,14 +23,6 @@ gpt2 = partial(tiny, GPT2LMHeadModel, **GPT2, tie_word_embeddings=False)
 opt = partial(tiny, OPTForCausalLM, **SMALL, ffn_dim=24, word_embed_proj_dim=16)
 mixtral = partial(tiny, MixtralForCausalLM, **MIXTRAL)
 gpt_oss = partial(tiny, GptOssForCausalLM, **MIXTRAL, head_dim=8)
-
-
-class Convolution(nn.Module):
-    """A convolution and a matrix, of which a language model has only the latter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line, self.proj = nn.Conv1d(4, 5, 3), nn.Linear(6, 6)
 
 
 def _lora(targets: list[str] | str = (), **options) -> dict:
@@ -63,7 +52,6 @@ CASES = {
     "transposed experts": (gpt_oss, _lora(target_parameters=EXPERTS)),
     "router": (mixtral, _lora(target_parameters=["gate.weight", *EXPERTS])),
     "saved": (tiny_llama, _lora(["q_proj"], modules_to_save=["lm_head", "norm", "embed_tokens"])),
-    "saved and no longer tied": (tied_llama, _lora(["q_proj"], modules_to_save=["lm_head"])),
     "inferred": (opt, _lora(["q_proj", "fc1"])),
 }
 
@@ -76,15 +64,9 @@ class Trained(NamedTuple):
     merged: dict[str, Tensor]
 
 
-def trained(case: str, folder: Path, seed: int = 0) -> Trained:
-    """Make a model and a random adapter of it, save the adapter, and merge it by PEFT."""
-    build, options = CASES[case]
-    return train_by_chance(build, folder, seed, **options)
-
-
 @torch.no_grad()
 def train_by_chance(build, folder: Path, seed: int = 0, **options) -> Trained:
-    """Make an adapter of random numbers; all that PEFT would train is changed."""
+    """Save an adapter of random numbers, and merge it; all that PEFT would train is changed."""
     torch.manual_seed(99)
     base = build()
     with warnings.catch_warnings():
@@ -112,18 +94,7 @@ def compare_changes(got: dict, expected: dict, origin: dict, bar: float = 5e-5) 
     assert changed
 
 
-def edit_config(folder: str | Path, values: dict) -> None:
-    """Change the config of an adapter."""
-    path = Path(folder, "adapter_config.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def edit_tensors(folder: str | Path, change: Callable[[dict], object] | dict[str, Tensor]) -> None:
-    """Change the tensors of an adapter, or add some."""
-    path = Path(folder, "adapter_model.safetensors")
-    tensors = load_file(path)
-    tensors.update(change) if isinstance(change, dict) else change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+edit_tensors = partial(rewrite, name="adapter_model.safetensors")
 
 
 def read(folder: str | Path, network: nn.Module | None = None) -> Adapter:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import tiny_llama
+from checkpoints import configure, tiny_llama
 from commands import command, run_config
 from filelock import FileLock
 from peft_models import (
@@ -18,13 +18,10 @@ from peft_models import (
     compare_changes,
     config_of,
     dense_changes,
-    edit_config,
     edit_tensors,
     train_by_chance,
-    trained,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from mergekit_ace.files.saving import LOCK_FILE
 
@@ -43,40 +40,22 @@ def test_what_is_written(own, tmp_path):
     """vLLM takes `lora_alpha / r` for all modules."""
     for name in ("tokenizer_config.json", "tokenizer.json"):
         Path(own[2], name).write_text("{}")
-    config, out = config_of(own, "ace"), tmp_path / "adapter"
-    config["out_dtype"] = "bfloat16"
-    said = run(config, tmp_path)
-    assert f"{out}: 14 modules of rank 5; " in said
+    config, out = config_of(own, "ace") | {"out_dtype": "bfloat16"}, tmp_path / "adapter"
+    assert f"{out}: 14 modules of rank 5; " in run(config, tmp_path)
     settings = json.loads((out / "adapter_config.json").read_text())
-    assert settings["target_modules"] == sorted(LINEAR)
-    assert settings["r"] == settings["lora_alpha"] == 5
-    assert (settings["base_model_name_or_path"], settings["task_type"]) == (own[0], "CAUSAL_LM")
-    assert (settings["inference_mode"], settings["use_rslora"]) == (True, False)
+    expected = {"r": 5, "lora_alpha": 5, "target_modules": sorted(LINEAR), "use_rslora": False}
+    expected |= {"base_model_name_or_path": own[0], "task_type": "CAUSAL_LM"}
+    assert expected.items() <= settings.items()
     tensors = load_file(out / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert all(name.startswith("base_model.model.model.layers.") for name in tensors)
     assert {name.rpartition(".lora_")[2] for name in tensors} == {"A.weight", "B.weight"}
     head, text = (out / "README.md").read_text().split("---\n")[1:3]
-    card = yaml.safe_load(head)
-    assert (card["library_name"], card["base_model"]) == ("peft", own[0])
-    assert "lora" in card["tags"]
+    assert {"library_name": "peft", "base_model": own[0]}.items() <= yaml.safe_load(head).items()
     for words in ("merge_method: ace", "xu2026ace", "14 modules of rank 5", own[1]):
         assert words in text
     assert yaml.safe_load((out / "mergekit_config.yml").read_text()) == config
     assert (out / "tokenizer.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize("case", ["linear", "experts"])
-@torch.no_grad()
-def test_transformers_loads_it_by_itself(case, tmp_path):
-    made = trained(case, tmp_path / "in")
-    made.base.save_pretrained(tmp_path / "base", save_original_format=False)
-    run(config_of([str(tmp_path / name) for name in ("base", "in")], "ace"), tmp_path)
-    tokens, model = torch.arange(8)[None], AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model.load_adapter(str(tmp_path / "adapter"))
-    made.base.eval().load_state_dict(made.merged)
-    expected = made.base(tokens).logits
-    torch.testing.assert_close(model.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_rank_cuts_the_smallest_directions_and_says_how_much(family, tmp_path):
@@ -108,6 +87,13 @@ def silence(tensors: dict, part: str = "") -> None:
         tensors[name].zero_()
 
 
+def refused(config: dict, folder: Path, *words: str) -> None:
+    """The command ends with one message that has these words, and leaves nothing."""
+    said = run(config, folder, fails=True)
+    assert [word for word in words if word not in said] == [], said
+    assert not (folder / "adapter").exists()
+
+
 def test_adapters_that_change_nothing(own, tmp_path):
     """Of some modules, or of any; one that is alone comes out as it is."""
     edit_tensors(own[1], lambda tensors: silence(tensors, "layers.1.mlp.up_proj"))
@@ -121,13 +107,6 @@ def test_adapters_that_change_nothing(own, tmp_path):
     refused(config_of(own, "ace"), tmp_path, "change nothing")
 
 
-def refused(config: dict, folder: Path, *words: str) -> None:
-    """The command ends with one message that has these words, and leaves nothing."""
-    said = run(config, folder, fails=True)
-    assert [word for word in words if word not in said] == [], said
-    assert not (folder / "adapter").exists()
-
-
 def test_what_is_no_adapter_of_the_base(own, tmp_path):
     """`test_adapter_read.py` has all that the reader refuses."""
     config = config_of(own, "ace")
@@ -136,7 +115,6 @@ def test_what_is_no_adapter_of_the_base(own, tmp_path):
         experts = [*config["models"], {"model": other}]
         words = f"{other} is no adapter of {own[0]}", "write `- model: BASE+ADAPTER`"
         refused({**config, "models": experts}, tmp_path, *words)
-    refused({"merge_method": "linear", "models": [{"model": own[0]}]}, tmp_path, "is no adapter")
     whole = config_of(own, "ace")
     sources = [{"model": one["model"], "layer_range": [1, 2]} for one in whole.pop("models")]
     refused({**whole, "slices": [{"sources": sources}]}, tmp_path, "layers", "mergekit-ace merge")
@@ -163,11 +141,9 @@ def test_methods_and_parameters_that_make_no_adapter(family, tmp_path, method, p
     refused(config_of(family, method, **parameters), tmp_path, *words)
 
 
-def test_what_is_found_on_the_way(own, tmp_path):
+def test_a_result_beyond_float16(own, tmp_path):
     huge = config_of(own, "ace", **{"lambda": 1e12}) | {"out_dtype": "float16"}
     refused(huge, tmp_path, "_proj.weight holds NaN, or numbers that torch.float16", "bfloat16")
-    edit_tensors(own[2], spoil)
-    refused(config_of(own, "ace"), tmp_path, own[2], "NaN")
 
 
 def test_nothing_is_replaced_unasked(own, tmp_path):
@@ -177,15 +153,14 @@ def test_nothing_is_replaced_unasked(own, tmp_path):
     said = run(config_of(own, "ace"), tmp_path, fails=True)
     assert f"{out} holds tokenizer.json. Choose another folder, or --overwrite" in said
     with FileLock(out / LOCK_FILE):
-        said = run(config_of(own, "ace"), tmp_path, "--overwrite", fails=True)
-        assert "another run is writing" in said
+        assert "another run" in run(config_of(own, "ace"), tmp_path, "--overwrite", fails=True)
     run(config_of(own, "ace"), tmp_path, "--overwrite")
     assert not (out / "tokenizer.json").exists(), "no adapter carries one"
     (out / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in out.iterdir()}
-    run(config_of(own, "ace_relative"), tmp_path, fails=True)
     edit_tensors(own[2], spoil)  # found on the way: the old one stays whole
-    run(config_of(own, "ace_relative"), tmp_path, "--overwrite", fails=True)
+    said = run(config_of(own, "ace_relative"), tmp_path, "--overwrite", fails=True)
+    assert f"{own[2]}/adapter_model.safetensors holds NaN" in said
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     for read in own[:2]:
         before = {path: path.read_bytes() for path in Path(read).iterdir()}
@@ -200,6 +175,6 @@ def test_what_is_seldom_meant_is_said(family, tmp_path, caplog):
     for config in (config_of(family[:3], "ace"), config_of(family, "ace", **{"lambda": 0.5})):
         assert several not in run(config, tmp_path, "--overwrite")
     path = shutil.copytree(family[1], tmp_path / "other")
-    edit_config(path, {"base_model_name_or_path": "some/other-model"})
+    configure(path, "adapter_config.json", base_model_name_or_path="some/other-model")
     run(config_of([family[0], str(path)], "ace"), tmp_path, "--overwrite")
     assert f"the adapter {path} was trained on some/other-model, not on" in caplog.text

@@ -91,24 +91,24 @@ def test_through_mergekit(rng, tmp_path, method):
     base, experts = family(rng, 12, 30, 2)
     covariances = [random_covariance(rng, 30) for _ in experts]
     path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"], ("v",))
-    given = {"covariances": path, "mix": 0.25}
+    fisher = write_statistics(tmp_path / "f", {"fisher": {"w": experts}}, ["1", "2"])
     reference = naive_ace if method == "ace" else naive_relative
     expected = reference(base, experts, measured=covariances, mix=0.25)
 
     def merge(tensors, name="w", **more):
-        parameters = {**given, **more}
+        parameters = {"covariances": path, "mix": 0.25, **more}
         return merge_tensors(tensors, method, base_index=0, name=name, parameters=parameters)
 
     turned = merge([base.T, *(e.T for e in experts)], layout="transposed")
     assert task_vector_error(turned.T, expected, base) <= 5e-5
     unmeasured = merge([base, *experts], "v")
     assert task_vector_error(unmeasured, reference(base, experts), base) <= 5e-5
-    with pytest.raises(ValueError, match="does not know tensor u"):
-        merge([base, *experts], "u")
-    with pytest.raises(ValueError, match="holds nothing of 3"):
-        merge([base, *experts, experts[0]])
-    with pytest.raises(ValueError, match="tensor w does not have the shape that it had"):
-        merge([t[:, :20] for t in (base, *experts)])
-    fisher = write_statistics(tmp_path / "f", {"fisher": {"w": experts}}, ["1", "2"])
-    with pytest.raises(ValueError, match=r"holds no covariances; add `measure: \[covariances\]`"):
-        merge([base, *experts], covariances=fisher)
+    cut, more = [t[:, :20] for t in (base, *experts)], [base, *experts, experts[0]]
+    for tensors, name, given, message in (
+        ([base, *experts], "u", {}, "does not know tensor u"),
+        (more, "w", {}, "holds nothing of 3"),
+        (cut, "w", {}, "tensor w does not have the shape that it had"),
+        (more, "w", {"covariances": fisher}, r"no covariances; add `measure: \[covariances\]`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge(tensors, name, **given)

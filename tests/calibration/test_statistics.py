@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of samples against plain float64 passes, and runs that are cut short or go wrong."""
+"""Statistics of samples, and merges by them, against plain float64 passes; runs that go wrong."""
 
 from __future__ import annotations
 
@@ -7,31 +7,28 @@ import json
 import shutil
 from pathlib import Path
 
+import families
 import pytest
 import torch
-from families import (
-    Killed,
-    bert_family,
-    gpt2_family,
-    killed_after,
-    llama_family,
-    mixtral_family,
-    resnet_family,
-    tokenizer,
-    vit_family,
-    write_rows,
-)
+from checkpoints import ace_config, state
+from commands import command, run_config
 from measured_files import measure
-from safetensors.torch import load_file
+from naive_peers import naive_fisher, naive_regmean
+from reference import naive_mean, task_vector_error
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.statistics import Statistics
 from mergekit_ace.naming import ConfigError, FileError
 from mergekit_ace.training import statistics
-from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
+from mergekit_ace.training.statistics import StatisticsConfig
 
 
 def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict:
@@ -57,44 +54,91 @@ def inputs_in_float64(model: nn.Module, samples: list[dict]) -> dict:
 def texts(config: dict, number: int) -> list[dict]:
     """The samples of an expert as a user would read them, one by one."""
     lines = Path(config["models"][number]["data"]["path"]).read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    key = next(iter(rows[0]))
-    return [dict(tokenizer()(row[key], return_tensors="pt")) for row in rows]
+    return [
+        dict(families.tokenizer()(json.loads(line)["text"], return_tensors="pt")) for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> dict:
-    return llama_family(tmp_path_factory.mktemp("llama"))
+    return families.llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("make", [llama_family, gpt2_family])
-def test_covariances_and_counts(tmp_path, capsys, make):
-    """Their size is said before; layers with the same inputs share a covariance."""
-    config = make(tmp_path / "family")
-    measure_statistics(StatisticsConfig.model_validate(config), tmp_path / "out")
-    found = Statistics(tmp_path / "out")
-    files = [load_file(f) for f in (tmp_path / "out" / "experts").glob("*-covariances.*")]
-    size = sum(t.numel() * t.element_size() for tensors in files for t in tensors.values())
-    assert f"covariances of 2 experts: {size / 1e9:.3g} GB on disk" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("make", "kind", "count"),
+    [(families.llama, LlamaForCausalLM, 15), (families.gpt2, GPT2LMHeadModel, 8)],
+)
+def test_what_is_measured_and_merged(tmp_path, mergekit_yaml, make, kind, count):
+    """Covariances and counts against float64; layers with the same inputs share a covariance.
+
+    `fisher` and `regmean` merge whole checkpoints by what was measured.
+    """
+    config = {**make(tmp_path / "family"), "measure": ["covariances", "fisher"]}
+    file = tmp_path / "stats" / "statistics.json"
+    assert run_config("statistics", config, tmp_path / "stats").strip().endswith(str(file))
+    found = Statistics(file)
     for number, expert in enumerate(config["models"]):
         model = AutoModelForCausalLM.from_pretrained(expert["model"]).eval().double()
         samples = texts(config, number)
-        expected = inputs_in_float64(model, samples)
         assert found.index.experts[number].samples == len(samples)
         assert found.index.experts[number].tokens == sum(s["input_ids"].numel() for s in samples)
-        for (name, looked_up), rows in expected.items():
-            tensor = found.tensors[name]
+        for (name, looked_up), rows in inputs_in_float64(model, samples).items():
             if looked_up:
                 counts = found.read(number, f"counts/{name}")
                 assert torch.equal(counts, rows.bincount(minlength=len(counts)))
                 continue
-            packed = found.read(number, f"covariance/{tensor.inputs}")
+            packed = found.read(number, f"covariance/{found.tensors[name].inputs}")
             measured = MeasuredCovariance(packed, rows.shape[1]).matrix(rows)
-            second_moment = rows.T @ rows / len(rows)
-            torch.testing.assert_close(measured, second_moment, rtol=1e-4, atol=1e-5)
-    if make is llama_family:
+            torch.testing.assert_close(measured, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-5)
+    if make is families.llama:
         shared = [found.tensors[f"model.layers.1.self_attn.{n}_proj.weight"].inputs for n in "qkvo"]
         assert shared[0] == shared[1] == shared[2] != shared[3]
+
+    paths = [config["base_model"], *(e["model"] for e in config["models"])]
+    merged = {}
+    for method in ("fisher", "regmean"):
+        merge = ace_config(paths, merge_method=method, parameters={"statistics": str(file)})
+        merged[method] = state(kind, mergekit_yaml(merge, out=method))[1]
+        assert "arxiv.org/abs/" in (tmp_path / method / "README.md").read_text()
+    model, base = state(kind, paths[0])
+    experts = [state(kind, path)[1] for path in paths[1:]]
+    regressed = 0
+    for name, tensor in base.items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        turned = isinstance(module, Conv1D) and tensor.ndim == 2
+        stored = [tensor, *(expert[name] for expert in experts)]
+        stored += [merged[method][name] for method in merged]
+        stored += [found.read(t, f"fisher/{name}") for t in (0, 1)]
+        origin, *versions, fisher, regmean, one, two = (t.T if turned else t for t in stored)
+        deltas = [version.double() - origin for version in versions]
+        expected = origin + naive_fisher(deltas, [one, two], [1.0, 1.0])
+        assert task_vector_error(fisher, expected, origin) <= 1e-4, name
+        inputs, expected = found.tensors[name].inputs, naive_mean(origin, versions)
+        if tensor.ndim == 2 and inputs and "wte" not in name:
+            packed = [found.read(t, f"covariance/{inputs}") for t in (0, 1)]
+            read = [MeasuredCovariance(each, origin.shape[1]) for each in packed]
+            known = [each.matrix(torch.zeros(1).double()) for each in read]
+            expected = origin + naive_regmean(deltas, known, [1.0, 1.0])
+            regressed += 1
+        assert task_vector_error(regmean, expected, origin) <= 1e-4, name
+    assert regressed == count
+
+
+def test_statistics_that_lack_an_expert_or_have_changed(tmp_path):
+    config = families.llama(tmp_path / "family", experts=3)
+    paths = [config["base_model"], *(e["model"] for e in config["models"])]
+    file = Path(measure({**config, "models": config["models"][:2]}, tmp_path / "stats").path)
+    merge = ace_config(paths, merge_method="regmean", parameters={"statistics": str(file)})
+    out = tmp_path / "out"
+    run_config("merge", {**merge, "models": merge["models"][:2]}, out)
+    command("check", tmp_path / "out.yml")
+    file.write_text(file.read_text() + "\n")
+    said = command("merge", tmp_path / "out.yml", out, "--quiet", "--resume", fails=True)
+    assert "statistics.json" in said
+    assert f"holds nothing of {paths[3]}" in run_config("merge", merge, out, fails=True)
+    assert f"holds nothing of {paths[3]}" in command("check", tmp_path / "out.yml", fails=True)
 
 
 def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
@@ -118,7 +162,7 @@ def test_experts_without_data_write_texts_of_their_own(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [(mixtral_family, AutoModelForCausalLM), (vit_family, AutoModelForImageClassification)],
+    [(families.mixtral, AutoModelForCausalLM), (families.vit, AutoModelForImageClassification)],
 )
 def test_every_kind_of_model(tmp_path, make, kind):
     config = make(tmp_path / "family")
@@ -159,28 +203,31 @@ def test_fisher_information(llama, tmp_path):
 
 
 def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
-    """And another one in its folder replaces it only where that is asked for."""
+    """Another one in its folder replaces it only where that is asked for; damage is named."""
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        killed_after(patched, statistics, "measure_expert", 1)
-        with pytest.raises(Killed):
+        families.killed_after(patched, statistics, "measure_expert", 1)
+        with pytest.raises(families.Killed):
             measure(llama, out)
-    assert not (out / "statistics.json").exists()
     first, index = out / "experts" / "0-covariances.safetensors", out / "statistics.json"
+    assert not index.exists()
     before = first.stat().st_mtime_ns
-    found = measure(llama, out)
+    whole = measure(llama, out)
     assert first.stat().st_mtime_ns == before
-    assert len(found.index.experts) == 2
-    before, other, whole = index.stat().st_mtime_ns, {**llama, "exclude": ["mlp"]}, found
+    assert len(whole.index.experts) == 2
+    before, other = index.stat().st_mtime_ns, {**llama, "exclude": ["mlp"]}
     with monkeypatch.context() as patched:
         patched.setattr(statistics, "load_reader", None)  # nothing is left to load a model for
-        assert measure(llama, out).index == found.index
+        assert measure(llama, out).index == whole.index
         assert index.stat().st_mtime_ns == before, "a merge that has begun with it goes on"
         with pytest.raises(ConfigError, match=r"holds the state of another run.*exclude"):
             measure(other, out)
     found = measure(other, out, overwrite=True)
     assert found.tensors["model.layers.0.mlp.up_proj.weight"].inputs is None
     assert found.tensors["model.layers.0.self_attn.q_proj.weight"].inputs is not None
+    first.write_bytes(first.read_bytes()[:-10])
+    with pytest.raises(FileError, match=r"the statistics of task0 cannot be used: .*is damaged"):
+        Statistics(out)
     shutil.rmtree(out / "state")  # as one may to have its room
     for kind in ("statistics.json", "experts/"):
         with pytest.raises(ConfigError, match=f"out holds {kind}.* which is not of this run"):
@@ -189,36 +236,27 @@ def test_an_interrupted_run_goes_on(llama, tmp_path, monkeypatch):
     assert measure(llama, out, overwrite=True).tensors == whole.tensors
 
 
-def test_what_cannot_be_measured(llama, tmp_path, monkeypatch):
+def test_what_cannot_be_measured_or_read(llama, tmp_path, monkeypatch):
     """A ResNet has convolutions, and no linear layer but its head."""
     with pytest.raises(ConfigError, match="nothing of which covariances could be measured"):
-        measure(resnet_family(tmp_path / "family"), tmp_path / "out")
-    images = vit_family(tmp_path / "images")
+        measure(families.resnet(tmp_path / "family"), tmp_path / "out")
+    images = families.vit(tmp_path / "images")
     data = Path(images["models"][0]["data"]["path"])
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[3]["pixels"][0][0][0] = float("nan")
-    write_rows(data, rows)
+    families.write_rows(data, rows)
     with pytest.raises(ConfigError, match=r"expert0 answers NaN or Inf to a sample of data"):
         measure(images, tmp_path / "nan")
     assert not (tmp_path / "nan" / "statistics.json").exists()
     monkeypatch.setattr(statistics, "load_reader", None)  # said before a model is loaded
     with pytest.raises(ConfigError, match="exclude: 'no_such' is part of no name"):
         measure({**llama, "exclude": ["no_such"]}, tmp_path / "out2")
-    config = bert_family(tmp_path / "texts")
+    config = families.bert(tmp_path / "texts")
     config["models"][1].pop("data")
     with pytest.raises(ValueError, match="task1 has no data: add samples of what it is for"):
         StatisticsConfig.model_validate(config)
-
-
-def test_damaged_and_foreign_files(llama, tmp_path):
-    with pytest.raises(FileError, match="missing; give the statistics"):
+    with pytest.raises(FileError, match="missing; give the one that"):
         Statistics(tmp_path / "none")
-    foreign = tmp_path / "foreign.json"
-    foreign.write_text('{"format": "something else"}')
+    (tmp_path / "foreign.json").write_text('{"format": "something else"}')
     with pytest.raises(FileError, match="is no file of statistics"):
-        Statistics(foreign)
-    measure(llama, tmp_path / "out")
-    file = tmp_path / "out" / "experts" / "1-covariances.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(FileError, match=r"the statistics of task1 cannot be used: .*is damaged"):
-        Statistics(tmp_path / "out")
+        Statistics(tmp_path / "foreign.json")

@@ -17,7 +17,9 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file
 from test_architectures import small_model
 
-from mergekit_ace.check.check import MergeEstimate, Preflight, check_merge
+from mergekit_ace.check.check import Preflight, check_merge
+from mergekit_ace.naming import in_bytes
+from mergekit_ace.planning import MergeEstimate, estimate_merge
 
 
 def checked(config: dict) -> Preflight:
@@ -28,7 +30,7 @@ def test_what_a_merge_takes(paths):
     def estimate(method: str, **parameters) -> MergeEstimate:
         result = checked(ace_config(paths, merge_method=method, parameters=parameters))
         assert not result.findings
-        return result.estimate
+        return estimate_merge(result.plan, result.checkpoints)
 
     tensors = load_file("base/model.safetensors").values()
     ace, whole = estimate("ace"), sum(t.nbytes for t in tensors)
@@ -46,12 +48,11 @@ def test_experts_that_are_packed_in_memory(here):
     """They are merged one by one, under the names in the files."""
     paths = save_family(small_model("mixtral"), here)
     stored = load_file(f"{paths[0]}/model.safetensors")
-    result = checked(ace_config(paths))
-    (finding,) = result.findings
-    assert finding.level == "warning"
-    assert "mergekit-yaml fails" in finding.message
-    assert result.estimate.written == sum(tensor.nbytes for tensor in stored.values())
-    assert result.estimate.read == 3 * result.estimate.written
+    told = findings(ace_config(paths))
+    assert not told["error"]
+    assert "mergekit-yaml fails" in told["warning"]
+    written = in_bytes(sum(tensor.nbytes for tensor in stored.values()))
+    assert f"writes {written}\n" in command("check", "checked.yml")
     separate = [name for name in stored if ".layers.0." in name and name.endswith(".w2.weight")]
     rewrite(paths[2], lambda t: t.update({n: torch.cat([t[n]] * 2) for n in separate}))
     assert separate[0] in findings(ace_config(paths))["error"]
@@ -67,16 +68,6 @@ def test_the_verdict_for_people(paths):
     verdict = "error: parameters: there is no parameter 'epsilom' of ace; mergekit would ignore it "
     verdict += "without a word\n    → did you mean 'epsilon'?\nerrors: 1, warnings: 0\n"
     assert command("check", write_config(wrong), fails=True).startswith(verdict)
-
-
-def test_files_that_mergekit_leaves_out(paths):
-    save_tokenizer("base", "abcd")
-    Path("base", "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert findings(ace_config(paths)) == NOTHING
-    told = findings(ace_config(paths, tokenizer={"source": "base"}))
-    assert not told["error"]
-    assert "leaves generation_config.json of base out of the result" in told["warning"]
-    assert "`mergekit-ace card OUT`" in told["warning"]
 
 
 def test_adapters(paths):
@@ -123,27 +114,22 @@ def hub(paths, here, monkeypatch) -> tuple[Path, dict[str, SimpleNamespace]]:
     return folder / "snapshots" / "5a", headers
 
 
-def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub):
+def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub, monkeypatch):
     """To have looked at it before brings the index into the cache, and nothing that it names."""
     cache, headers = hub
     tiny_llama(1).save_pretrained("sharded", max_shard_size="20KB")
     shutil.copy("sharded/model.safetensors.index.json", cache)
-    result = checked(ace_config([*paths, "org/expert"]))
-    assert result.ok, result.text
-    assert "expert  org/expert: 21 tensors, 72.3 kB, F32" in result.text
+    assert findings(ace_config([*paths, "org/expert"])) == NOTHING
+    assert "expert  org/expert: 21 tensors, 72.3 kB, F32" in command("check", "checked.yml")
     headers["model.norm.weight"].shape = [31]
     told = findings(ace_config([*paths, "org/expert"]))
     assert "org/expert has 1 tensors of another shape" in told["error"]
-
-
-def test_a_tokenizer_that_was_not_downloaded_yet(paths, hub, monkeypatch):
-    """As after `AutoModel.from_pretrained`."""
+    # its tokenizer was not downloaded yet, as after `AutoModel.from_pretrained`
+    (cache / "model.safetensors.index.json").unlink()
+    shutil.copy("expert0/model.safetensors", cache)
     save_tokenizer("base", "abcd")
-    shutil.copy("expert0/model.safetensors", hub[0])
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download",
-        lambda repo, name, **_: str(Path("base", name).resolve(strict=True)),
-    )
+    fetched = lambda repo, name, **_: str(Path("base", name).resolve(strict=True))  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
     config = ace_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
     assert "has no tokenizer" not in findings(config)["error"]
 

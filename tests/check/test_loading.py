@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a result is whole: what mergekit leaves out of it, and what transformers makes of it."""
+"""Whether a result is whole: what mergekit leaves out of it, and what transformers makes of it.
+
+That whole results are no false alarms is tested in test_architectures.py.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,22 @@ from catalogue import NOTHING, findings
 from checkpoints import LLAMA, ace_config, add, configure, rewrite, save_family, tiny
 from commands import command
 from safetensors.torch import load_file
-from test_architectures import MODELS, SAVE, small_model
+from test_architectures import small_model
 from transformers import GemmaForCausalLM
 
 from mergekit_ace.check.loading import merged_model, verify_model
 from mergekit_ace.naming import ConfigError
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+BUFFERS = {
+    "llama": {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)},
+    "gpt2": {
+        "transformer__h__0__attn__bias": torch.ones(1, 1, 32, 32),
+        "transformer__h__1__attn__bias": torch.ones(1, 1, 32, 32, dtype=torch.bool),
+        "transformer__h__0__attn__masked_bias": torch.tensor(-1e4),
+    },
+    "roberta": {"roberta__embeddings__position_ids": torch.arange(32)[None]},
+}
 
 
 def problem(result: str | Path, origin: str | Path) -> str:
@@ -25,35 +37,11 @@ def problem(result: str | Path, origin: str | Path) -> str:
     return verify_model(result, merged_model(origin), origin, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_mergekit_knows_is_whole(here, name):
-    """Renamed, packed and tied tensors are no false alarms, nor are shards."""
-    paths = save_family(small_model(name), here, max_shard_size="20KB", **SAVE.get(name, {}))
-    told = findings(ace_config(paths))
-    assert not told["error"]
-    assert "the result lacks" not in told["warning"]
-    assert problem(paths[0], "never looked at") == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "buffers"),
-    [
-        ("llama", {"model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(4)}),
-        (
-            "gpt2",
-            {
-                "transformer__h__0__attn__bias": torch.ones(1, 1, 32, 32),
-                "transformer__h__1__attn__bias": torch.ones(1, 1, 32, 32, dtype=torch.bool),
-                "transformer__h__0__attn__masked_bias": torch.tensor(-1e4),
-            },
-        ),
-        ("roberta", {"roberta__embeddings__position_ids": torch.arange(32)[None]}),
-    ],
-)
-def test_buffers_are_no_loss(here, name, buffers):
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_are_no_loss(here, name):
     paths = save_family(small_model(name), here)
     for path in paths[:2]:
-        add(path, **buffers)
+        add(path, **BUFFERS[name])
     assert findings(ace_config(paths)) == NOTHING
 
 

@@ -41,6 +41,7 @@ def modules(name: str, more: str = "") -> str:
 
 
 NEVER = "is never reached: entries before it match its tensors"
+TIES = "{merge_method: ties, parameters: "
 NOWHERE = "[{filter: atn, value: 0.5}, {value: 1}]"
 ERRORS = [
     # Keys that nobody reads.
@@ -64,10 +65,7 @@ ERRORS = [
     ("parameters: {epsilon: [{value: 1}, {filter: mlp, value: 1}]}", f"the filter 'mlp' {NEVER}"),
     ("parameters: {epsilon: [{value: 1}, {value: 1}]}", f"the second entry without filter {NEVER}"),
     (f"each: {{weight: {NOWHERE}}}", "0.parameters.weight.0: the filter 'atn' matches no"),
-    (
-        f"{{merge_method: ties, parameters: {{weight: 1, density: {NOWHERE}}}}}",
-        "parameters.density.0: the filter 'atn' matches",
-    ),
+    (f"{TIES}{{weight: 1, density: {NOWHERE}}}}}", "parameters.density.0: the filter 'atn' match"),
     # Values.
     ("parameters: {epsilon: []}", "the list is empty, and mergekit takes the default"),
     ("parameters: {epsilon: }", "parameters.epsilon: a parameter is a value, a list of"),
@@ -91,7 +89,7 @@ ERRORS = [
     ("tokenizer: {source: base}", "base has no tokenizer"),
     ("each: {weight: 0}", "the weights of all experts are 0 in every tensor"),
     ("{merge_method: linear, each: {weight: 0.5}}", "among its models; leave base_model out"),
-    ("{merge_method: ties, parameters: {weight: 1, density: 50}}", "write 0.5, if it is a perc"),
+    (f"{TIES}{{weight: 1, density: 50}}}}", "write 0.5, if it is a percentage"),
     # The method and the models.
     ("merge_method: acee", "there is no method 'acee' → did you mean 'ace'?"),
     ("merge_method: ACE-Merging", "did you mean 'ace'?"),
@@ -103,10 +101,7 @@ ERRORS = [
     ("models: []", "Exactly one of 'models', 'slices', or 'modules'"),
     ("{models: ~, modles: [model: ./expert0]}", "'modules' or 'models'?"),
     ("models: {model: ./expert0}", "write a list of lines `- mod"),
-    (
-        "models: ~\nslices: [sources: [{model: ./expert0, layer_range: [0, 2]}]]",
-        "among the sources",
-    ),
+    ("models: ~\nslices: [sources: [{model: ./expert0, layer_range: [0, 2]}]]", "among the source"),
     (slices(*["layer_range: [0, 3]"] * 2), "lacks 9 of"),
     (slices("layer_range: [0, 1]"), "the same number of layers"),
     (slices(*["layer_range: [1, 1]"] * 2), "holds no layer"),
@@ -122,10 +117,7 @@ TEXTS = [
 WARNINGS = [
     ("each: {task: x}", "`task` names an expert in a file of learned"),
     ("parameters: {lambda: 0}", "lambda: 0 leaves tensors as the base has them"),
-    (
-        "parameters: {lambda: [{filter: mlp, value: 0}, {value: 1}]}",
-        "has them: model.layers.*.mlp.",
-    ),
+    ("parameters: {lambda: [{filter: mlp, value: 0}, {value: 1}]}", "them: model.layers.*.mlp."),
     ("more: [{model: ./base, parameters: {weight: 1}}]", "models.2.parameters: weight is a param"),
     ("more: [model: ./base/]", "is the base model base in another spelling"),
     ("parameters: {weight: [0.3, 0.7]}", "as many values as there are experts (2)"),

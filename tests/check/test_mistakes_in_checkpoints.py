@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from checkpoints import (
     save_tokenizer,
     tiny_llama,
 )
-from safetensors.torch import load_file
 from test_architectures import small_model
 from torch import Tensor
 
@@ -73,19 +71,15 @@ def in_fp8(tensors: dict[str, Tensor]) -> None:
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
 
 
-def saved(name: str = "expert0", shards: str = "1GB", **given: object) -> Make:
+def saved(name: str = "expert0", kind: str = "", shards: str = "1GB", **given: object) -> Make:
     """Another model in the place of one."""
 
     def make(config: dict) -> None:
         shutil.rmtree(name)
-        fine_tuned(tiny_llama(**given), seed=2).save_pretrained(name, max_shard_size=shards)
+        model = small_model(kind) if kind else fine_tuned(tiny_llama(**given), seed=2)
+        model.save_pretrained(name, max_shard_size=shards)
 
     return make
-
-
-def gpt2(config: dict) -> None:
-    shutil.rmtree("expert0")
-    small_model("gpt2").save_pretrained("expert0")
 
 
 def words(*of_models: Sequence[str] | None) -> Make:
@@ -110,13 +104,6 @@ def damaged_tokens(config: dict) -> None:
     configure("expert0", "tokenizer.json", model={"type": "WordLevel", "vocab": {"a": "x"}})
 
 
-def index_of_more(config: dict) -> None:
-    """An index beside the weights of an expert, which names one more."""
-    names = [*load_file("expert0/model.safetensors"), "x"]
-    content = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
-    Path("expert0", "model.safetensors.index.json").write_text(json.dumps(content))
-
-
 def adapter(made_for: str = "", *, damaged: bool = False, **given: object) -> Make:
     def make(config: dict) -> None:
         save_adapter(made_for, **given)
@@ -131,14 +118,24 @@ def adapter(made_for: str = "", *, damaged: bool = False, **given: object) -> Ma
 HALVED = weights(lambda t: t.update({n: (1.01 * x.float()).half() for n, x in t.items()}))
 WIDE_NORM = weights(lambda t: t.update({n: x.bfloat16() for n, x in t.items() if n != NORM}), *ALL)
 GPTQ, FP8 = (settings(quantization_config={"quant_method": name}) for name in ("gptq", "fp8"))
+INDEX_OF_X = files(
+    "model.safetensors.index.json", "", '{"weight_map": {"x": "model.safetensors"}}', ""
+)
 LINKED, EMPTY = lambda config: os.symlink("expert0", "link"), lambda config: os.mkdir("empty")
 BIAS = {"model__layers__0__self_attn__q_proj__bias": torch.ones(32)}
 ABCD = words("abcd", "abcd", "abcd")
+OF_BERT = (
+    files("vocab.txt", *map("\n".join, ("abcd", "acbd", "abcd"))),
+    files("tokenizer_config.json", *['{"tokenizer_class": "BertTokenizer"}'] * 3),
+)
 UNION = merge_of(tokenizer={"source": "union"})
+ARITHMETIC = merge_of(merge_method="task_arithmetic", parameters={"weight": 1})
 IN_BFLOAT16 = merge_of(dtype="bfloat16")
 # Rotary positions, which transformers 5 writes into `rope_parameters`.
 TRANSFORMERS_4 = {"rope_parameters": None, "rope_theta": 1e4}
 LINEAR = settings(**TRANSFORMERS_4, rope_scaling={"type": "linear", "factor": 2.0})
+ENDS = files("generation_config.json", '{"eos_token_id": [1, 2]}', "", "")
+PADDED = merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})
 TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
@@ -154,12 +151,11 @@ ERRORS: list[tuple] = [
     (added("base", **BIAS), "self_attn.q_proj.bias"),
     (saved(num_hidden_layers=3), "expert0 has 3"),
     (saved(hidden_size=64), "(40, 64) in expert0, but (40, 32) in the base"),
+    (saved(intermediate_size=64), ARITHMETIC, "expert0 has 6 tensors of another shape"),
     (
-        saved(intermediate_size=64),
-        merge_of(merge_method="task_arithmetic", parameters={"weight": 1}),
-        "expert0 has 6 tensors of another shape",
+        saved(kind="gpt2"),
+        "whose config the result gets, is a LlamaForCausalLM with tensors such as",
     ),
-    (gpt2, "base, whose config the result gets, is a LlamaForCausalLM with tensors such as"),
     # Heads.
     (saved("base", tie_word_embeddings=True), "base ties its head to the embedding, and expert0"),
     (saved(tie_word_embeddings=True), "expert0 ties its head to the"),
@@ -169,16 +165,12 @@ ERRORS: list[tuple] = [
     # Tokens.
     (words("abcd", "acbd", "abcd"), "numbers 2 tokens differently from the ba"),
     (words(None, "acbd", "abcd"), "differently from expert0: 'b'"),
-    (
-        files("vocab.txt", *map("\n".join, ("abcd", "acbd", "abcd"))),
-        files("tokenizer_config.json", *['{"tokenizer_class": "BertTokenizer"}'] * 3),
-        "tokens differently from the base model",
-    ),
+    (*OF_BERT, "tokens differently from the base model"),
     (saved(vocab_size=44), "expert0 has another vocabulary: model.embed_tokens.weight"),
     (ABCD, damaged_tokens, UNION, "the tokenizer of expert0 is damaged: tokenizer.json cannot be"),
     (weights(lambda t: t.update({NORM: torch.tensor(1.0)})), "has shape () in expert0, but (32,)"),
     # Files and adapters.
-    (index_of_more, "model.safetensors lacks the tensor x that the index expects there"),
+    (INDEX_OF_X, "model.safetensors lacks the tensor x that the index expects there"),
     (settings(architectures=None), "expert0/config.json has `architectures`: None instead of"),
     (EMPTY, merge_of("./empty"), "empty holds no weights"),
     (LINKED, merge_of("./link"), "expert0 is listed 2 times: expert0, link"),
@@ -197,6 +189,7 @@ WARNINGS: list[tuple] = [
     (WIDE_NORM, merge_of(out_dtype="bfloat16"), "mergekit-yaml rounds 1 tensors that all models"),
     (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
+    (ABCD, ENDS, PADDED, "leaves generation_config.json of base out of the result, so that it may"),
     (ABCD, TEMPLATES, "base, whose tokenizer the result has, has no chat template"),
     (retyped("", torch.bfloat16, 1), merge_of(dtype=None), "different dtypes"),
     (settings("base", num_experts=1), settings(num_experts=2), "num_experts: 2 instead of 1"),
@@ -213,7 +206,8 @@ MEAN = merge_of(parameters={"layout": [{"filter": "lm_head", "value": "mean"}, {
 RIGHT: dict[str, Sequence[Make]] = {
     "the base's tokens": [OTHER_TOKENS, merge_of(tokenizer={"source": "base"})],
     "all tokens": [OTHER_TOKENS, UNION],
-    "padded": [ABCD, merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})],
+    "padded": [ABCD, PADDED],
+    "ends of texts": [ABCD, ENDS],
     "a template": [ABCD, merge_of(chat_template=GENERATION)],
     "tied": [*TIED, removed(HEAD, *ALL)],
     "tied and stored by the base": [*TIED, removed(HEAD, *ALL[1:]), MEAN],

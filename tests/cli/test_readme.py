@@ -94,8 +94,11 @@ def test_commands_parse(name):
         ), program  # fmt: skip
 
 
-def test_every_command_is_in_the_readme():
+def test_every_command_and_kind_of_config_is_shown():
     assert {*main.commands} <= set(COMMAND.findall(README))
+    blocks = [block for text in PAGES.values() for block in YAML.findall(text)]
+    for name in ("merge_method:", "base_model:", "teacher:", "merged_model:", "merges:"):
+        assert any(name in block for block in blocks)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -105,12 +108,6 @@ def test_configs_are_valid(name):
         if not {"base_model", "models", "teacher", "search"} & set(source):
             source = TRAINING | source
         check_config(source)
-
-
-def test_every_kind_of_config_is_shown():
-    blocks = [block for text in PAGES.values() for block in YAML.findall(text)]
-    for name in ("merge_method:", "base_model:", "teacher:", "merged_model:", "merges:"):
-        assert any(name in block for block in blocks)
 
 
 @pytest.mark.parametrize("start", FAMILIES)

@@ -142,15 +142,3 @@ def test_every_public_name_can_be_imported():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = mergekit_ace.no_such_name
     assert (files("mergekit_ace") / "py.typed").is_file()
-
-
-def test_a_module_of_ours_may_be_the_first_to_import_mergekit():
-    """Registration then begins while that module is only half there."""
-    program = (
-        "import mergekit_ace.methods.ace\n"
-        "from mergekit.merge_methods import get\n"
-        "assert type(get('ace')).__name__ == 'AceMerge'"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "not registered" not in done.stderr

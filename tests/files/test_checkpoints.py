@@ -13,11 +13,11 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import families
 import pytest
 import yaml
 from checkpoints import ace_config, configure
 from commands import command
-from families import llama_family
 from safetensors.torch import load_file, save_file
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4997\n"
@@ -28,36 +28,32 @@ PULL = "is a Git LFS pointer: run `git lfs pull` in "
 WEIGHTS = "expert0/model.safetensors"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
+HERE = ("base", "expert0", "expert1")
 Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("intact")
-    config = llama_family(folder)
-    (folder / "train.json").write_text(json.dumps(config))
+    (folder / "train.json").write_text(json.dumps(families.llama(folder)))
     return folder
 
 
 @pytest.fixture
-def family(intact, tmp_path) -> Path:
-    return Path(shutil.copytree(intact, tmp_path / "family"))
+def family(intact, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(shutil.copytree(intact, tmp_path / "family"))
+    return tmp_path / "family"
 
 
-def run(family: Path, *names: str, expert: str = "", fails: bool = False) -> list[str]:
-    """Run all commands on these folders; what they say.
-
-    Args:
-        expert: what the configs call the first expert.
-    """
-    out, paths = family / "out", [str(family / name) for name in names or ("base", "expert0")]
+def run(family: Path, *names: str, fails: bool = False) -> list[str]:
+    """Run all commands on these folders, or models of other names; what they say."""
+    out, paths = family / "out", [str(family / name) if name in HERE else name for name in names]
     config = json.loads((family / "train.json").read_text())
     config["base_model"], config["training"]["max_steps"] = paths[0], 1
     first = config["models"][0]
     config["models"] = [{**first, "model": path, "task": path} for path in paths[1:]]
     for name, content in (("merge.yml", ace_config(paths)), ("train.yml", config)):
-        text = yaml.safe_dump(content)
-        (family / name).write_text(text.replace(paths[1], expert) if expert else text)
+        (family / name).write_text(yaml.safe_dump(content))
     merge = family / "merge.yml"
     return [
         command("check", merge, fails=fails),
@@ -79,17 +75,21 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def without_weights(beside: str, content: bytes = b"{}") -> Change:
-    """No weights, but another file, or a link to nowhere."""
+def without_weights(**beside: bytes) -> Change:
+    """No weights, but other files, with `__` for dots in their names."""
 
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        if beside == "model.safetensors":
-            (folder / beside).symlink_to("../blob")
-        else:
-            (folder / beside).write_bytes(content)
+        for name, content in beside.items():
+            (folder / name.replace("__", ".")).write_bytes(content)
 
     return change
+
+
+def dangling(folder: Path) -> None:
+    """A link to nowhere."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blob")
 
 
 def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) -> Change:
@@ -98,8 +98,7 @@ def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) 
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         (folder / "model.safetensors").unlink()
-        names = sorted(tensors)
-        places = {}
+        names, places = sorted(tensors), {}
         for shard, part in zip(SHARDS, (names[::2], names[1::2]), strict=True):
             save_file({name: tensors[name] for name in part}, folder / shard, {"format": "pt"})
             places |= dict.fromkeys(part, shard)
@@ -110,14 +109,8 @@ def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) 
     return change
 
 
-def indexed_pickle(folder: Path) -> None:
-    """A shard that does something when it is unpickled, with its index."""
-    without_weights("shard.bin", CODE)(folder)
-    index = json.dumps({"weight_map": {UP: "shard.bin"}})
-    (folder / "pytorch_model.bin.index.json").write_text(index)
-
-
 CODE = b"cposix\nsystem\n(S'touch executed'\ntR."
+PICKLED = b'{"weight_map": {"model.layers.0.mlp.up_proj.weight": "shard.bin"}}'
 PICKLE = "a .bin is a pickle, which may hold code; load it by transformers"
 NO_TENSORS = struct.pack("<Q", 2) + b"{}"
 DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
@@ -126,11 +119,17 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "LFS pointer": (replace("model.safetensors", LFS), (WEIGHTS, PULL)),
     "web page": (replace("model.safetensors", PAGE), (WEIGHTS, "is a web page", "signing in")),
     "no tensors": (replace("model.safetensors", NO_TENSORS), ("expert0 holds no tensors", AGAIN)),
-    "dangling link": (without_weights("model.safetensors"), (WEIGHTS, "a link to ../blob")),
-    "GGUF": (without_weights("q4.gguf"), ("expert0 holds no weights", "q4.gguf", "safetensors")),
-    "an adapter": (without_weights("adapter_config.json"), ("it is an adapter", "write BASE+")),
-    "pickle": (without_weights("pytorch_model.bin", CODE), ("pytorch_model.bin", PICKLE)),
-    "pickle with an index": (indexed_pickle, ("pytorch_model.bin.index.json", PICKLE)),
+    "dangling link": (dangling, (WEIGHTS, "a link to ../blob")),
+    "GGUF": (without_weights(q4__gguf=b""), ("expert0 holds no weights", "q4.gguf", "safetensors")),
+    "an adapter": (
+        without_weights(adapter_config__json=b"{}"),
+        ("it is an adapter", "write BASE+"),
+    ),
+    "pickle": (without_weights(pytorch_model__bin=CODE), ("pytorch_model.bin", PICKLE)),
+    "pickle with an index": (
+        without_weights(shard__bin=CODE, pytorch_model__bin__index__json=PICKLED),
+        ("pytorch_model.bin.index.json", PICKLE),
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), ("expert0/config.json", "is missing")),
     "config without JSON": (replace("config.json", "{'a': 1"), ("config.json", "no JSON", AGAIN)),
     "config of wrong types": (
@@ -153,11 +152,10 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_every_command_names_the_file_and_the_remedy(family, case, monkeypatch):
+def test_every_command_names_the_file_and_the_remedy(family, case):
     change, parts = DAMAGED[case]
-    monkeypatch.chdir(family)
     change(family / "expert0")
-    for said in run(family, fails=True):
+    for said in run(family, "base", "expert0", fails=True):
         assert [part for part in parts if part not in said] == [], said
     assert not list(family.rglob("out/**/*.safetensors"))
     assert not (family / "executed").exists()
@@ -177,7 +175,7 @@ def test_what_lies_beside_good_weights_stops_nothing(family, monkeypatch):
     (expert / "again").symlink_to(expert)
     (expert / "loop.safetensors").symlink_to("loop.safetensors")
     monkeypatch.chdir(family)
-    run(family, "base", "expert0", "expert1", expert="./expert0")
+    run(family, "base", "./expert0", "expert1")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +187,6 @@ def test_what_lies_beside_good_weights_stops_nothing(family, monkeypatch):
     ],
 )
 def test_names_of_no_folders(family, name, message):
-    for said in run(family, expert=name, fails=True):
+    for said in run(family, "base", name, fails=True):
         assert message in said
         assert "correct the name" in said

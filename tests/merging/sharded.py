@@ -89,11 +89,12 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name in first if first[name] != second[name]] == []
 
 
-def finished(folder: Path) -> dict[str, int]:
-    """Inode of every finished shard, in their order: another one was written anew."""
+def finished(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of every finished shard, in their order: others were written anew."""
     manifest = Manifest.read(folder)
-    names = sorted(manifest.files) if manifest else []
-    return {n: (folder / n).stat().st_ino for n in names if n.endswith(".safetensors")}
+    names = [n for n in sorted(manifest.files if manifest else ()) if n.endswith(".safetensors")]
+    states = {name: (folder / name).stat() for name in names}
+    return {name: (state.st_ino, state.st_mtime_ns) for name, state in states.items()}
 
 
 def tensors_of(folder: Path) -> list[str]:

@@ -36,11 +36,9 @@ def kill_workers_and_a_node(cluster, out: Path) -> int:
         time.sleep(0.002)
     raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
     found: list[psutil.Process] = []
-    for _ in range(500):  # none may be at work
+    while not found and time.monotonic() < deadline:  # none may be at work
         children = [c for pid in raylets for c in psutil.Process(pid).children(recursive=True)]
         found = [c for c in children if any("ray::compute_shard" in part for part in c.cmdline())]
-        if found:
-            break
     for process in found:
         process.kill()
     (node,) = cluster.worker_nodes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import resource
 import shutil
@@ -10,12 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from checkpoints import ace_config
 from safetensors.torch import load_file, save_file
 from sharded import (
     SHARDS,
-    assert_same,
     command,
     finished,
     linear,
@@ -24,7 +23,6 @@ from sharded import (
     write_config,
 )
 
-from mergekit_ace.cli import REFUSED_FLAGS
 from mergekit_ace.merging import workers
 
 
@@ -56,9 +54,7 @@ def test_a_file_that_cannot_be_written(tmp_path, llamas, merge):
     assert len(before) == 4
     assert not (out / "config.json").exists()
     merge(ace_config(llamas), *SHARDS, "--workers", 2)
-    assert {name: finished(out)[name] for name in before} == before
-    merge(ace_config(llamas), *SHARDS, out="whole/merged")
-    assert_same(tmp_path / "whole" / "merged", out)
+    assert finished(out).items() > before.items()
 
 
 def test_an_input_truncated_later(tmp_path, own, monkeypatch):
@@ -79,22 +75,15 @@ def test_an_input_truncated_later(tmp_path, own, monkeypatch):
     assert "changed since then: " in refusal(config, out, *SHARDS)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--multi-gpu",), "with --cuda for a GPU each"),
-        (("--async-write",), "with --cuda for a GPU each"),
-        (("--write-threads", "2"), "with --cuda for a GPU each"),
-        (("--no-safe-serialization",), "leave out --no-safe-serialization"),
-        (("--out-shard-size", "1.5GB"), "Invalid value for '--out-shard-size'"),
-    ],
-)
-def test_flags_that_are_refused(tmp_path, llamas, merge, flags, message):
-    assert message in merge(ace_config(llamas), *flags, fails=True)
+@pytest.mark.parametrize("flag", ["multi-gpu", "async-write", "no-safe-serialization"])
+def test_flags_that_are_refused(tmp_path, llamas, merge, flag):
+    said = merge(ace_config(llamas), f"--{flag}", fails=True)
+    assert "(give --workers N, with --cuda for a GPU each)" in said
+    assert f"--{flag}" in said
+    assert f"--{flag}" not in command("--help")
+    said = merge(ace_config(llamas), "--out-shard-size", "1.5GB", fails=True)
+    assert "Invalid value for '--out-shard-size'" in said
     assert not (tmp_path / "merged").exists()
-    text = command("--help")
-    assert "--read-to-gpu" in text
-    assert not any(f"--{name.replace('_', '-')}" in text for name in REFUSED_FLAGS)
 
 
 @pytest.mark.parametrize(("method", "key"), [("ace", "dtype"), ("task_arithmetic", "out_dtype")])
@@ -110,16 +99,13 @@ def test_a_result_beyond_float16(tmp_path, llamas, merge, method, key):
 def test_nan(tmp_path, own, method, workers):
     """Also one that a method of mergekit lets through; the remedy that is printed works."""
     config, weights = own
-    out, good = tmp_path / "merged", weights.read_bytes()
+    out, good = tmp_path / "merged", load_file(weights)
     if method == "linear":
         write_config(config, linear([str(tmp_path / name) for name in ("base", "expert1")]))
-    tensors = load_file(weights)
-    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
-    bad = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
-    save_file(bad, weights, {"format": "pt"})
+    name = next(name for name, tensor in good.items() if tensor.ndim == 2)
+    save_file({**good, name: good[name] * math.nan}, weights, {"format": "pt"})
     text = refusal(config, out, *SHARDS, "--workers", workers)
     assert all(part in text for part in (name, "NaN", "--overwrite to begin anew"))
-    weights.write_bytes(good)
-    assert "changed since then: " in refusal(config, out, *SHARDS)
+    save_file(good, weights, {"format": "pt"})
     command(config, out, *SHARDS, "--overwrite", "--workers", workers)
     assert (out / "config.json").exists()

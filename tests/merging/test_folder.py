@@ -45,7 +45,7 @@ def test_a_folder_of_other_files_is_refused(here, config):
     (here / "README.md").write_text("By hand.")
     text = refused(config, ".")
     assert "holds files that are none of a merge (README.md, merge.yml)" in text
-    assert "choose a directory that is new or empty" in text
+    assert "choose a new or empty folder" in text
 
 
 def test_an_input_in_the_output(tmp_path, config, llamas):

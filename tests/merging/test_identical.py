@@ -46,10 +46,7 @@ def test_methods(compare, llamas, method, flags):
         config = linear(llamas)
     elif method == "slerp":
         config |= {"models": [{"model": path} for path in llamas[:2]], "parameters": {"t": 0.3}}
-    ours = compare(config, *flags)
-    files = len(list(ours.glob("*.safetensors")))
-    assert files == len(finished(ours))
-    assert (files > 3) == bool(flags)
+    assert (len(finished(compare(config, *flags))) > 3) == bool(flags)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +58,12 @@ def test_methods(compare, llamas, method, flags):
     ],
 )  # fmt: skip
 def test_tokenizers(compare, speakers, settings, flags):
-    ours = compare(ace_config(speakers, **settings), *flags)
-    assert (ours / "tokenizer.json").exists()
-    assert (ours / "chat_template.jinja").exists()
+    compare(ace_config(speakers, **settings), *flags)
 
 
 @pytest.mark.parametrize("flags", [(), ("--no-write-model-card", "--no-copy-tokenizer")])
 def test_a_tokenizer_that_is_loaded_and_saved_again(compare, speakers, flags):
-    ours = compare(linear(speakers[:1], chat_template="chatml"), *flags)
-    assert (ours / "tokenizer.json").exists() == (ours / "README.md").exists() == (not flags)
+    compare(linear(speakers[:1], chat_template="chatml"), *flags)
 
 
 def test_slices(compare, llamas):
@@ -79,8 +73,7 @@ def test_slices(compare, llamas):
     ]
     config = {**ace_config(llamas), "slices": slices}
     del config["models"]
-    ours = compare(config, *SHARDS)
-    assert '"num_hidden_layers": 3' in (ours / "config.json").read_text()
+    compare(config, *SHARDS)
 
 
 @pytest.mark.parametrize(

@@ -21,47 +21,41 @@ from mergekit.options import MergeOptions
 from sharded import assert_same, command, finished, reported, save_llamas, tensors_of, write_config
 from tqdm import tqdm
 
-from mergekit_ace.files.saving import package_versions
 from mergekit_ace.merging import workers
 from mergekit_ace.merging.output import Manifest
 from mergekit_ace.merging.run import run_shards
-from mergekit_ace.merging.shards import MERGE_PACKAGES, MergeJob, Shard, compute_shard
 from mergekit_ace.merging.workers import assign_gpus
 
 SHARDS = ("--out-shard-size", "6000", "--quiet")
 KILLS = 5  # of each kind
 
 
-def drive(config: Path, out: Path, bars_locked: bool) -> None:
+def drive(config: Path, out: Path) -> None:
     """A driver, and its two workers, in a process group of their own."""
     os.setpgrp()
     sys.stderr = open(out.with_name("errors.txt"), "w")  # noqa: SIM115  # until the process ends
     # the process that this one was forked from has imported everything already
     workers.START_METHOD = "fork"
-    if bars_locked:
-        tqdm.get_lock().acquire()
+    tqdm.get_lock().acquire()  # as if a worker had died with it: nobody may wait for it
     run_shards(config, out, MergeOptions(out_shard_size=6_000, quiet=True), workers=2)
 
 
 class Driver:
-    """A merge in another process, into `killed/merged` beside its config.
+    """A merge in another process, into `killed/merged` beside its config."""
 
-    With `bars_locked`, it has the lock of its bars all the time, as if a worker had died with it.
-    """
-
-    def __init__(self, config: Path, bars_locked: bool = False):
+    def __init__(self, config: Path):
         self.config, self.out = config, config.parent / "killed" / "merged"
         shutil.rmtree(self.out.parent, ignore_errors=True)
         self.out.parent.mkdir()
         self.report.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*workers.PRELOADED, __name__])
-        self.process = context.Process(target=drive, args=(config, self.out, bars_locked))
+        self.process = context.Process(target=drive, args=(config, self.out))
         self.process.start()
 
     @property
     def report(self) -> Path:
-        return self.config.with_name("report.jsonl")
+        return self.config.parent / "base" / "report.jsonl"
 
     def wait_for(self, shards: int) -> None:
         """Wait until so many shards are finished, and a worker is there."""
@@ -94,9 +88,10 @@ class Driver:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
-        assert all(gone(worker) for worker in workers)  # forked, they have its lock
+        _, alive = psutil.wait_procs(workers, timeout=30)  # forked, they have its lock
+        assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
-    def check(self, before: dict[str, int]) -> None:
+    def check(self, before: dict[str, tuple[int, int]]) -> None:
         """Compare with the result without any kill; the report has every tensor."""
         after = finished(self.out)
         assert {name: after[name] for name in before} == before
@@ -104,24 +99,15 @@ class Driver:
         assert set(reported(self.report)) == set(tensors_of(self.out))
 
 
-def gone(process: psutil.Process) -> bool:
-    """Whether a process ends within half a minute."""
-    for _ in range(3000):
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """A config, beside its result without any kill; about as many shards as tensors."""
+    """A config, beside its result without any kill; about as many shards as tensors.
+
+    The report lies in a model that is merged.
+    """
     folder = tmp_path_factory.mktemp("killed")
     paths = save_llamas(folder, num_hidden_layers=1)
-    report = {"report": str(folder / "report.jsonl")}
+    report = {"report": str(folder / "base" / "report.jsonl")}
     config = write_config(folder / "merge.yml", ace_config(paths, parameters=report))
     command(config, folder / "reference" / "merged", *SHARDS)
     return config
@@ -182,16 +168,6 @@ def test_workers_that_always_die(config):
     driver.check({})
 
 
-def test_a_lock_that_nobody_gives_back(config):
-    """Workers wait for no lock of the driver, or of each other: its owner may be killed."""
-    driver = Driver(config, bars_locked=True)
-    try:
-        assert driver.end()[0] == 0
-    finally:
-        driver.kill(everything=True)
-    driver.check({})
-
-
 def test_processes(here, llamas, monkeypatch, caplog):
     """Models by relative paths, which workers know, too; their notices are said once.
 
@@ -215,11 +191,9 @@ def test_gpus(monkeypatch):
     assert assign_gpus("cuda", 3) == ["2", "5", "2"]
 
 
-def test_other_packages(tmp_path):
+def test_other_packages(llamas, merge, monkeypatch):
     """On a node of a cluster that was set up at another time."""
-    versions = {**package_versions(*MERGE_PACKAGES), "torch": "0.1"}
-    job = MergeJob(MergeOptions(), None, None, str(tmp_path), versions=versions)
-    result = compute_shard(job, Shard(3, "model.safetensors", (), {}))
-    assert "a worker has other packages" in result.error
-    assert "'torch': '0.1'" in result.error
-    assert not list(tmp_path.iterdir())
+    versions = iter([{"torch": "0.1"}, {"torch": "0.2"}])  # of the driver, and of its worker
+    monkeypatch.setattr("mergekit_ace.merging.shards.package_versions", lambda *_: next(versions))
+    text = merge(ace_config(llamas), fails=True)
+    assert "a worker has other packages ({'torch': '0.2'}) than the driver" in text

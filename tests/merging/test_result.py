@@ -93,8 +93,8 @@ def test_more_layers_of_two_kinds(tmp_path, merge):
 @pytest.mark.parametrize(("moved", "flags"), [(0.0, ()), (0.02, SHARDS)])
 def test_heads_that_experts_of_a_tied_base_store(tmp_path, moved, flags, merge):
     paths = save_family(tiny_llama(tie_word_embeddings=True), tmp_path)
-    for seed, path in enumerate(paths[1:]):
-        noise = torch.randn(40, 32, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    for path in paths[1:]:
         tied = load_file(Path(path, "model.safetensors"))[EMBEDDING]
         add(path, lm_head__weight=tied + moved * noise)
     merge(ace_config(paths), *flags)
@@ -115,7 +115,10 @@ def test_tensors_that_all_models_keep_in_float32(tmp_path, paths, merge):
 
 
 CODE = """
+import pathlib
 from transformers import LlamaConfig, LlamaForCausalLM
+
+pathlib.Path(RAN).touch()
 
 class TinyConfig(LlamaConfig):
     model_type = "tiny-code"
@@ -126,28 +129,25 @@ class TinyForCausalLM(LlamaForCausalLM):
 AUTO_MAP = {"AutoConfig": "tiny.TinyConfig", "AutoModelForCausalLM": "tiny.TinyForCausalLM"}
 
 
-def test_models_that_bring_code(tmp_path, paths, monkeypatch, merge):
-    """With --trust-remote-code they are checked as well, and the result brings the code."""
+@pytest.mark.parametrize("trusted", [True, False])
+def test_models_that_bring_code(tmp_path, paths, monkeypatch, merge, trusted):
+    """With --trust-remote-code they are checked as well, and the result brings the code.
+
+    Without, and where transformers has an architecture of its own, it is not run.
+    """
     cache = "transformers.dynamic_module_utils.HF_MODULES_CACHE"
     monkeypatch.setattr(cache, str(tmp_path / "modules"))
+    own = {"architectures": ["TinyForCausalLM"], "model_type": "tiny-code"} if trusted else {}
     for path in paths:
-        Path(path, "tiny.py").write_text(CODE)
-        named = {"architectures": ["TinyForCausalLM"], "model_type": "tiny-code"}
-        configure(path, auto_map=AUTO_MAP, **named)
-    said = merge(ace_config(paths), "--trust-remote-code", "--try", "t1 t2")
+        Path(path, "tiny.py").write_text(CODE.replace("RAN", repr(str(tmp_path / "ran"))))
+        configure(path, auto_map=AUTO_MAP, **own)
+    said = merge(ace_config(paths), *["--trust-remote-code"] * trusted, "--try", "t1 t2")
     assert "not checked" not in said
     assert "loss per token" in said
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
-    assert type(model).__name__ == "TinyForCausalLM"
-
-
-def test_code_is_not_run_unasked(tmp_path, paths, merge):
-    """Where transformers has an architecture of its own, code that models bring is none of ours."""
-    for path in paths:
-        Path(path, "tiny.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-        configure(path, auto_map=AUTO_MAP)
-    merge(ace_config(paths), "--try", "t1 t2")
-    assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "ran").exists() == trusted
+    if trusted:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+        assert type(model).__name__ == "TinyForCausalLM"
 
 
 def test_architectures_that_transformers_does_not_know(paths, merge):
@@ -164,37 +164,41 @@ def trials(text: str) -> list[tuple[str, str, float]]:
     return [(model, ast.literal_eval(said), float(loss)) for model, said, loss in lines]
 
 
+@torch.no_grad()
 def test_a_trial_says_what_transformers_says(tmp_path, paths, merge):
     found = trials(merge(ace_config(paths), "--try", PROMPT))
     assert [model for model, *_ in found] == [paths[0], str(tmp_path / "merged")]
     tokenizer = AutoTokenizer.from_pretrained(paths[0])
-    text = PROMPT + found[0][1]
+    ids, whole = (
+        tokenizer(text, return_tensors="pt").input_ids for text in (PROMPT, PROMPT + found[0][1])
+    )
     for folder, said, loss in found:
         model = AutoModelForCausalLM.from_pretrained(folder)
-        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-        expected = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
-        assert said == tokenizer.decode(expected, skip_special_tokens=True)
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].double().log_softmax(-1)
-        mean = -logits.gather(1, ids[0, 1:, None]).mean()
+        written = model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
+        assert said == tokenizer.decode(written, skip_special_tokens=True)
+        logits = model(whole).logits[0, :-1].double().log_softmax(-1)
+        mean = -logits.gather(1, whole[0, 1:, None]).mean()
         assert math.isclose(loss, float(mean), rel_tol=1e-4)
 
 
-def test_a_trial_of_an_encoder_and_decoder(tmp_path, merge):
-    model = tiny_model("T5ForConditionalGeneration", "t5", layers=1)
-    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 0
-    found = trials(merge(ace_config(save_talkers(tmp_path, model)), "--try", PROMPT))
-    assert [math.isfinite(loss) for *_, loss in found] == [True, True]
+@pytest.mark.parametrize(
+    ("kind", "prompt"), [("t5", PROMPT), ("vit", PROMPT), ("llama", " "), ("llama", "t39")]
+)
+def test_other_trials(tmp_path, kind, prompt, merge):
+    """Of an encoder with a decoder; and some that fail, though the merge is complete.
 
-
-@pytest.mark.parametrize(("kind", "prompt"), [("vit", PROMPT), ("llama", " "), ("llama", "t39")])
-def test_trials_that_fail(tmp_path, kind, prompt, merge):
-    """The merge is complete: of models without text, prompts of nothing, tokens without a row."""
-    if kind == "vit":
+    These are of models without text, prompts of nothing, and tokens without a row.
+    """
+    if kind == "t5":
+        model = tiny_model("T5ForConditionalGeneration", "t5", layers=1)
+        model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 0
+        paths = save_talkers(tmp_path, model)
+    elif kind == "vit":
         paths = save_family(tiny_model("ViTForImageClassification", "vit", layers=1), tmp_path)
     else:
         paths = save_talkers(tmp_path, tiny_llama(vocab_size=30))
-    text = merge(linear(paths), "--unplanned", "base", "--try", prompt, fails=True)
-    assert "the merge is complete, and --try failed, which needs a model that generates" in text
-    assert "is complete" in merge(linear(paths), "--unplanned", "base")
+    fails = kind != "t5"
+    text = merge(linear(paths), "--unplanned", "base", "--try", prompt, fails=fails)
+    assert ("complete, and --try failed, which needs a model that generates" in text) == fails
+    assert [math.isfinite(loss) for *_, loss in trials(text)] == ([] if fails else [True, True])
+    assert Manifest.read(tmp_path / "merged").complete

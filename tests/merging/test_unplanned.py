@@ -13,8 +13,6 @@ from reference import naive_tensor, task_vector_error
 from safetensors.torch import load_file
 from sharded import SHARDS, VOCABULARY, finished, linear, reported
 
-from mergekit_ace.merging.output import Manifest
-
 HEAD = {
     "mtp.layers.0.proj.weight": torch.Size([24, 32]),
     "mtp.layers.1.proj.weight": torch.Size([24, 32]),
@@ -42,41 +40,35 @@ def paths(tmp_path) -> list[str]:
     return paths
 
 
-def test_heads_are_an_error_or_merged_like_everything_else(tmp_path, paths, merge):
-    text = merge(ace_config(paths), fails=True)
+@pytest.mark.parametrize("flags", [(), ("--no-check",)], ids=str)
+def test_heads_are_not_lost_unasked(tmp_path, paths, merge, flags):
+    text = merge(ace_config(paths), *flags, fails=True)
     assert "no merge of 3 tensors of" in text
     assert "--unplanned merge` merges them" in text
     assert not (tmp_path / "merged").exists()
-    # --no-check is no consent to lose them
-    assert "no merge of 3 tensors of" in merge(ace_config(paths), "--no-check", fails=True)
-    merge(ace_config(paths), "--unplanned", "merge")
-    base, *experts = map(weights, paths)
-    merged = weights(tmp_path / "merged")
-    assert merged.keys() == base.keys()
-    for name, shape in HEAD.items():
-        layout = "matrix" if len(shape) == 2 else "mean"
-        expected = naive_tensor(base[name], [expert[name] for expert in experts], layout)
-        assert task_vector_error(merged[name], expected, base[name]) <= 5e-5
 
 
 @pytest.mark.parametrize("treatment", ["base", "merge"])
-def test_what_was_planned_stays_as_it_was(tmp_path, paths, treatment, merge, mergekit_yaml):
-    """The rest is in shards, reports, index and manifest, in the dtype of the config."""
+def test_heads_are_copied_or_merged(tmp_path, paths, treatment, merge, mergekit_yaml):
+    """They are in shards, reports and index; what was planned stays as it was."""
     report, out = tmp_path / "report.jsonl", tmp_path / "merged"
-    settings = ace_config(paths, out_dtype="bfloat16", parameters={"report": str(report)})
+    settings = ace_config(paths, parameters={"report": str(report)})
     merge(settings, *SHARDS, "--unplanned", treatment)
     lines = reported(report)
     assert len(lines) == len(set(lines))
     assert (HEAD.keys() <= set(lines)) == (treatment == "merge")
     assert all((out / shard).stat().st_size < 16_000 for shard in finished(out))
-    assert Manifest.read(out).identity["unplanned"] == [treatment]
     ours, theirs = weights(out), weights(mergekit_yaml(settings, out="theirs"))
     assert ours.keys() - theirs.keys() == HEAD.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
+    base, *experts = map(weights, paths)
+    for name, shape in HEAD.items():
+        layout = "matrix" if len(shape) == 2 else "mean"
+        expected = naive_tensor(base[name], [expert[name] for expert in experts], layout)
+        error = task_vector_error(ours[name], expected, base[name])
+        assert error <= 5e-5 if treatment == "merge" else torch.equal(ours[name], base[name])
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"])[-3:] == list(HEAD)
-    assert set(index["weight_map"]) == ours.keys()
     other = {"base": "merge", "merge": "base"}[treatment]
     text = merge(settings, *SHARDS, "--unplanned", other, fails=True)
     assert "changed since then: unplanned" in text

@@ -37,8 +37,8 @@ def inspect(tmp_path):
     return run
 
 
-def lines_of(folder: Path) -> dict[str, dict]:
-    lines = map(json.loads, (folder / "report.jsonl").read_text().splitlines())
+def lines_of(folder: Path, name: str = "report.jsonl") -> dict[str, dict]:
+    lines = map(json.loads, (folder / name).read_text().splitlines())
     return {line["tensor"]: line for line in lines}
 
 
@@ -100,8 +100,7 @@ def test_another_inspection_in_the_folder(tmp_path, inspect):
     """It stays where a new one is refused, or fails."""
     paths = save_family(tiny_llama(num_hidden_layers=1), tmp_path)
     folder = inspect(ace_config(paths))
-    absolute = {"epsilon": 1.0, "epsilon_scale": "absolute", "adaptive_normalization": "never"}
-    config = ace_config(paths, parameters=absolute)
+    config = ace_config(paths, parameters={"epsilon": 1.0, "epsilon_scale": "absolute"})
     message = inspect(config, fails=True)
     assert f"{folder} holds another inspection" in message
     assert "--overwrite" in message
@@ -135,14 +134,14 @@ def test_other_methods_are_looked_at_with_the_defaults_of_ace(tmp_path, inspect,
     assert found["method"] == "task_arithmetic"
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Task Arithmetic: expert0, expert1" in page
-    assert "are what ACE-Merging would make of these experts with its defaults" in page
     assert "To cite" not in page
     out = mergekit_yaml(config)
     command("card", out, "--report", tmp_path / "report" / "report.jsonl")
     card = (out / "README.md").read_text()
-    for shown in ("By [Task Arithmetic](", "what ACE-Merging would make of", "% of the base |"):
+    decided = "what ACE-Merging would make of these experts with its defaults"
+    assert decided in page
+    for shown in ("By [Task Arithmetic](", decided, "% of the base |", "none given"):
         assert shown in card
-    assert "| seed | none given |" in card
     assert "bibtex" not in card
 
 
@@ -159,7 +158,7 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         config["parameters"]["statistics"] = measured_checkpoints(tmp_path / "stats", paths)
     out = mergekit_yaml(config)
     assert command("check", tmp_path / "merged.yml").startswith("nothing to complain about")
-    done = {line["tensor"]: line for line in map(json.loads, lines.read_text().splitlines())}
+    done = lines_of(tmp_path, "r.jsonl")
     folder = inspect(config)
     found = lines_of(folder)
     assert found.keys() == done.keys()
@@ -171,18 +170,15 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
     command("report", lines, tmp_path / "merge.html")
     page = (tmp_path / "merge.html").read_text()
     assert page.count("<tr><td>") == len(done)
-    assert 'id="plot-tau"' in page
     assert 'id="plot-similarity"' not in page  # a merge does not look that closely
     command("card", out, "--report", lines)
     card = (out / "README.md").read_text()
     assert f"By [{method.spec.pretty_name}]({method.spec.reference_url})" in card
     assert "draws no random numbers" in card
     page = unescape((folder / "report.html").read_text())
-    for text, summary in ((page, method.summary), (card, method.summary[1:])):
-        assert all(part in text for part in (words, summary))
-    for citation in method.citations:
-        assert citation in card
-        assert citation.splitlines()[0] in page
+    for text in (page, card):
+        shown = (words, method.summary[1:], *(one.splitlines()[0] for one in method.citations))
+        assert all(part in text for part in shown)
 
 
 def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspect):
@@ -191,8 +187,8 @@ def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspe
     assert "nowhere" in inspect(ace_config([*paths, str(tmp_path / "nowhere")]), fails=True)
     (tmp_path / "file").write_text("")
     assert "file/report" in inspect(ace_config(paths), out="file/report", fails=True)
-    linear = {"merge_method": "linear", "models": [{"model": p} for p in paths]}
-    linear["parameters"] = {"weight": 1}
+    models = [{"model": path} for path in paths]
+    linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 1}}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
 
 

@@ -22,10 +22,6 @@ from mergekit_ace.training.tasks import write_own_texts
 NAMES = ("base", "law", "medicine", "out")
 
 
-def text(path: Path) -> dict:
-    return {"path": str(path), "text": "text", "max_length": 64}
-
-
 @pytest.fixture(scope="session")
 def family_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("family")
@@ -46,14 +42,13 @@ def family_folder(tmp_path_factory) -> Path:
 def config(family_folder, tmp_path) -> dict:
     """A score.yml of models in `tmp_path`; medicine writes its texts."""
     shutil.copytree(family_folder, tmp_path, dirs_exist_ok=True)
+    base, law, medicine, out = (str(tmp_path / name) for name in NAMES)
+    texts = [{"path": f"{tmp_path / name}.jsonl", "text": "text"} for name in ("law", "keep")]
     return {
-        "base_model": str(tmp_path / "base"),
-        "models": [
-            {"model": str(tmp_path / "law"), "data": text(tmp_path / "law.jsonl")},
-            {"model": str(tmp_path / "medicine")},
-        ],
-        "merges": [str(tmp_path / "out")],
-        "keep": text(tmp_path / "keep.jsonl"),
+        "base_model": base,
+        "models": [{"model": law, "data": texts[0]}, {"model": medicine}],
+        "merges": [out],
+        "keep": texts[1],
     }
 
 

@@ -223,41 +223,31 @@ def test_a_task_is_an_aim(config, settings, tasks, tmp_path):
     ("change", "said"),
     [
         ({"search": {"lambda": [0.2, 1.5], "by": "expert"}}, "`weight: [0.3, 3]` and `by: expert`"),
-        (
-            {"search": {"lambda": [0.2, 1.5], "by": "experts"}},
-            "search.by: Input should be 'expert', 'depth' or 'kind' (found: 'experts')",
-        ),
         ({"search": {"lambda": [2, 1]}}, "starts above its end"),
-        ({"search": {"weight": [1, 2], "by": "expert"}}, "there is no `lambda:`"),
+        ({"search": {"weight": [1, 2], "by": "experts"}}, "there is no `lambda:`"),
         ({"aim": {"gsm8k": 1}}, "`aim` has gsm8k, which is neither `kept` nor a task"),
         ({"merge": "tsv_m"}, "not of tsv_m; leave out `weight` and `by: expert`"),
         ({"merge": "linear"}, "linear has no λ that scales all"),
         ({"merge": "cart"}, "cart has no λ that scales all"),
         ({"score": "none.yml"}, "none.yml cannot be read"),
-        ({"merge": "none.yml"}, "none.yml cannot be read"),
     ],
 )
 def test_mistakes_are_named(settings, merge_config, change, said, tmp_path):
-    if change.get("merge", ".yml")[-4:] != ".yml":
+    if "merge" in change:
         change = {"merge": merge_config(change["merge"])}
     assert said in run(settings | change, tmp_path / "best", fails=True).replace("\n", " ")
 
 
-def test_another_base_and_too_few_texts_are_named(config, settings, merge_config, tmp_path):
-    path = merge_config("ace", base_model=config["merges"][0])
+def test_other_mistakes_are_named(config, settings, merge_config, tmp_path, monkeypatch):
+    path, keep = merge_config("ace", base_model=config["merges"][0]), Path(config["keep"]["path"])
     assert "its base model is" in run({**settings, "merge": path}, tmp_path / "best", fails=True)
     settings["merge"] = merge_config("ace")
-    rows = Path(config["keep"]["path"]).read_text().splitlines()[:5]
-    Path(config["keep"]["path"]).write_text("\n".join(rows))
+    keep.write_text("\n".join(keep.read_text().splitlines()[:5]))
     found = run(settings, tmp_path / "few", fails=True)
-    assert "keep has 5 texts; a search needs at least 8" in found
-
-
-def test_a_missing_extra_and_a_folder_with_other_things_are_named(settings, tmp_path, monkeypatch):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("mine")
-    for flags in ([], ["--overwrite"]):
-        found = run(settings, tmp_path / "notes", *flags, fails=True)
-        assert "holds other things than a search" in found
+    assert "keep has 5 texts; a search needs 8" in found
+    (tmp_path / "few" / "study.db").unlink()
+    found = run(settings, tmp_path / "few", "--overwrite", fails=True)
+    assert "holds other things than a search" in found
     monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, module.__name__)
     assert "pip install 'mergekit-ace[search]'" in run(settings, tmp_path / "best", fails=True)

@@ -6,15 +6,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from checkpoints import fine_tuned, seen_batches, tiny, tiny_llama
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertForSequenceClassification,
+    CLIPModel,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
     GPT2LMHeadModel,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -87,24 +92,24 @@ def save_trained(
     }
 
 
-def language_family(folder: Path, base: PreTrainedModel, experts: int = 2, **settings) -> dict:
+def language(folder: Path, base: PreTrainedModel, experts: int = 2, **settings) -> dict:
     tuned = [fine_tuned(base, seed=20 + k, scale=0.1) for k in range(experts)]
     row, columns = lambda rng, _: {"text": sentence(rng)}, {"text": "text"}
     return save_trained(folder, "causal-lm", base, tuned, row, columns, **settings)
 
 
-def llama_family(folder: Path, **settings) -> dict:
-    return language_family(folder, tiny_llama(), **settings)
+def llama(folder: Path, **settings) -> dict:
+    return language(folder, tiny_llama(), **settings)
 
 
-def gpt2_family(folder: Path) -> dict:
+def gpt2(folder: Path) -> dict:
     """Weights are stored (in, out), and the head is tied."""
-    return language_family(folder, tiny(GPT2LMHeadModel, **GPT2))
+    return language(folder, tiny(GPT2LMHeadModel, **GPT2))
 
 
-def mixtral_family(folder: Path) -> dict:
+def mixtral(folder: Path) -> dict:
     """A mixture of three experts each, whose matrices are packed in memory only."""
-    return language_family(folder, tiny(MixtralForCausalLM, **MIXTRAL))
+    return language(folder, tiny(MixtralForCausalLM, **MIXTRAL))
 
 
 def _classifiers(
@@ -120,7 +125,7 @@ def _classifiers(
     return save_trained(folder, task, base, experts, row, columns, **settings)
 
 
-def bert_family(folder: Path, **settings) -> dict:
+def bert(folder: Path, **settings) -> dict:
     def row(rng: random.Random, k: int) -> dict:
         return {"text": sentence(rng), "label": rng.randrange(CLASSES[k])}
 
@@ -133,21 +138,41 @@ def pixels(rng: random.Random, _: int = 0, channels: int = 1) -> dict:
     return {"pixels": torch.rand(channels, 8, 8, generator=generator).tolist()}
 
 
-def vit_family(folder: Path, **settings) -> dict:
+def vit(folder: Path, **settings) -> dict:
     """On disk tensors have other names than in memory."""
     columns = {"image": "pixels"}
     return _classifiers(folder, ViTForImageClassification, VIT, pixels, columns, **settings)
 
 
-def resnet_family(folder: Path, **settings) -> dict:
+def resnet(folder: Path, **settings) -> dict:
     """Convolutions, with BatchNorm and without embeddings."""
     columns = {"image": "pixels"}
     return _classifiers(folder, ResNetForImageClassification, RESNET, pixels, columns, **settings)
 
 
+PROMPTS = (["w1 w2", "w3 w4", ["w5", "w6 w7"]], ["w8", "w9 w1"])
+
+
+def clip(folder: Path) -> dict:
+    """A whole CLIP, and image towers of it, one without a projection."""
+    text = SMALL | {"eos_token_id": 3, "projection_dim": 12}
+    vision = VIT | {"num_channels": 3, "projection_dim": 12}
+    base = tiny(CLIPModel, text_config=text, vision_config=vision, projection_dim=12)
+    base.save_pretrained(folder / "base")
+    kinds = (CLIPVisionModelWithProjection, CLIPVisionModel)
+    towers = [kind.from_pretrained(folder / "base") for kind in kinds]
+    towers = [fine_tuned(tower, seed=k, scale=0.1) for k, tower in enumerate(towers)]
+    task, row = "zero-shot-image-classification", partial(pixels, channels=3)
+    config = save_trained(folder, task, base, towers, row, {"image": "pixels"})
+    tokenizer().save_pretrained(folder / "base")
+    for expert, prompts in zip(config["models"], PROMPTS, strict=True):
+        expert["data"]["prompts"] = prompts
+    return config
+
+
 def image_distillation(folder: Path) -> tuple[dict, dict]:
     """A ViT family, and a convolutional teacher with five classes for its base."""
-    family = vit_family(folder)
+    family = vit(folder)
     kinds = {n: f"kind {n}" for n in range(5)}
     teacher = tiny(ResNetForImageClassification, **RESNET, num_labels=5, id2label=kinds)
     teacher.save_pretrained(folder / "teacher")
@@ -162,8 +187,11 @@ def image_distillation(folder: Path) -> tuple[dict, dict]:
     }
 
 
-def train(config: dict, out: Path, **options) -> CoefficientFile:
-    return run_training(parsed(config), out, quiet=True, **options)
+def train(config: dict, out: Path, *, overwrite: bool = False, **training) -> CoefficientFile:
+    """Train with other settings under `training:`."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # one precision a process
+    settings = TrainConfig.model_validate(changed(config, **training))
+    return run_training(settings, out, overwrite=overwrite, quiet=True)
 
 
 def log_of(out: Path) -> list[dict]:
@@ -183,10 +211,6 @@ def changed(config: dict, **training) -> dict:
     return {**config, "training": {**config["training"], **training}}
 
 
-def parsed(config: dict) -> TrainConfig:
-    return TrainConfig.model_validate(config)
-
-
 def answered(out: Path, teacher: int) -> dict[str, list[dict]]:
     """Samples of a teacher with its answers, by split."""
     return torch.load(out / "state" / f"labels-{teacher}.pt")
@@ -199,8 +223,9 @@ def logits_by_hand(model, sample: dict) -> torch.Tensor:
     return logits[:-1][sample["supervised"][1:]]
 
 
-def distil(config: dict, out: Path, **options) -> Path:
-    return run_distillation(DistillConfig.model_validate(config), out, quiet=True, **options)
+def distil(config: dict, out: Path, *, overwrite: bool = False, **training) -> Path:
+    settings = DistillConfig.model_validate(changed(config, **training))
+    return run_distillation(settings, out, overwrite=overwrite, quiet=True)
 
 
 def record(out: Path) -> dict:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is supervised, losses of answers, and that padding and batching change nothing."""
+"""What is supervised, losses of answers, and what models write: answers, and texts of their own."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import LlamaForSequenceClassification
 
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.tasks import model_kind
+from mergekit_ace.training.tasks import MODEL_KINDS, first_token, write_own_texts
 from mergekit_ace.training.train import summed_loss
 
 CHAT = (
@@ -34,13 +36,12 @@ UNANSWERED = ""  # the expert writes the answer
 def encode(row, task="causal-lm", template=None, **columns):
     words = tokenizer()
     words.chat_template = template
-    return model_kind(task).encode(row, DataConfig(path="d", **columns), words)
+    return MODEL_KINDS[task].encode(row, DataConfig(path="d", **columns), words)
 
 
 @pytest.mark.parametrize(
     ("template", "columns", "expected"),
     [
-        (None, {"text": "t"}, "w2 w3 w4"),
         (None, {"text": "t", "max_length": 3}, "w2 w3"),
         (None, {"text": "one"}, None),
         (None, ANSWERED, "w4 w5 </s>"),
@@ -80,7 +81,7 @@ def test_rows_that_cannot_be_read(template, columns, message):
 
 
 def test_an_expert_writes_what_it_would_write_alone():
-    model, kind, words = tiny_llama(), model_kind("causal-lm"), tokenizer()
+    model, kind, words = tiny_llama(), MODEL_KINDS["causal-lm"], tokenizer()
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
@@ -97,7 +98,7 @@ def test_an_expert_writes_what_it_would_write_alone():
 @torch.no_grad()
 def test_a_padded_batch_is_classified_like_each_alone():
     """By a decoder, at the last token; `test_train.py` has those that write, and encoders."""
-    kind = model_kind("sequence-classification")
+    kind = MODEL_KINDS["sequence-classification"]
     model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=5, **SMALL)
     texts = ("w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11")
     samples = [encode({"t": text}, "sequence-classification", text="t") for text in texts]
@@ -113,12 +114,10 @@ def test_losses_of_labels(rng, known):
     logits, teacher = (torch.randn(5, 7, generator=rng) for _ in range(2))
     classes = torch.tensor([1, 0, 6, 3, 3])
     best = teacher.log_softmax(-1).topk(known)
-    whole = {"hard": classes, "true": classes.flip(0), "soft_values": best.values,
-             "soft_indices": best.indices}  # fmt: skip
+    whole = {"hard": classes, "soft_values": best.values, "soft_indices": best.indices}
     samples = [{name: part[a:b] for name, part in whole.items()} for a, b in ((0, 2), (2, 5))]
-    for labels in ("hard", "true"):
-        expected = cross_entropy(logits, whole[labels], reduction="sum")
-        assert float(summed_loss(logits, samples, labels)) == pytest.approx(float(expected))
+    expected = cross_entropy(logits, classes, reduction="sum")
+    assert float(summed_loss(logits, samples, "hard")) == pytest.approx(float(expected))
     p = best.values.double().exp()
     q = logits.double().softmax(-1).gather(-1, best.indices)
     if known < 7:
@@ -126,3 +125,42 @@ def test_losses_of_labels(rng, known):
     divergence = float((p * (p / q).log()).sum())
     assert float(summed_loss(logits, samples, "soft")) == pytest.approx(divergence, rel=1e-4)
     assert float(summed_loss(teacher, samples, "soft")) == pytest.approx(0, abs=1e-5)
+
+
+@torch.no_grad()
+def test_own_texts_are_drawn_from_the_models_own_distribution(tmp_path):
+    """Whatever the generation config says, once, and without a trace."""
+    model, words, path = tiny_llama(max_position_embeddings=30), tokenizer(), tmp_path / "t.jsonl"
+    model.lm_head.weight.normal_(std=0.5)  # far from uniform
+    usual, state = model.generation_config, torch.get_rng_state()
+    usual.temperature, usual.top_k, usual.do_sample = 0.1, 1, True
+    usual.repetition_penalty, usual.eos_token_id = 5.0, list(range(20))
+    data = write_own_texts(model, words, 100, path, quiet=True)
+    assert model.generation_config is usual
+    assert torch.equal(torch.get_rng_state(), state)
+    written = path.read_text(encoding="utf-8")
+    write_own_texts(model, words, 100, tmp_path / "again.jsonl", quiet=True)
+    assert (tmp_path / "again.jsonl").read_text(encoding="utf-8") == written
+    lines = [json.loads(line)["text"] for line in written.splitlines()]
+    texts = torch.tensor(words(lines)["input_ids"])
+    assert texts.shape == (100, 29), "as many tokens as the model has positions"
+    first = torch.full((100, 1), words.bos_token_id)
+    logits = model.double()(torch.cat([first, texts[:, :-1]], dim=1)).logits
+    expected = logits.softmax(dim=-1).sum(dim=(0, 1))
+    found = texts.flatten().bincount(minlength=len(expected))
+    assert expected.max() > 3 * expected.min(), "else a uniform draw would pass"
+    assert ((found - expected).abs() <= 5 * expected.sqrt() + 1).all()
+    assert len({*lines}) > 95
+    assert write_own_texts(None, None, 100, path) == data, "what is there is not written again"
+
+
+def test_how_a_text_begins():
+    words = tokenizer()
+    assert first_token(words) == words.bos_token_id
+    words.bos_token = None
+    assert first_token(words) == words.eos_token_id
+    words.chat_template = "{% for one in messages %}w7 {{ one['content'] }}{% endfor %}"
+    assert first_token(words) == words.convert_tokens_to_ids("w7")
+    words.chat_template = words.eos_token = None
+    with pytest.raises(ConfigError, match="how a text begins: add `data` to every model"):
+        first_token(words)

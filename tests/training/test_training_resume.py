@@ -9,21 +9,12 @@ import sys
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
+import families
 import pytest
 import torch
 import yaml
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState
-from families import (
-    Killed,
-    changed,
-    distil,
-    image_distillation,
-    killed_after,
-    llama_family,
-    record,
-    train,
-)
 from measured_files import measure
 
 from mergekit_ace.cli import main
@@ -37,21 +28,17 @@ from mergekit_ace.training.train import Objective
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> dict:
-    return llama_family(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def images(tmp_path_factory) -> tuple[dict, dict]:
-    return image_distillation(tmp_path_factory.mktemp("images"))
+    return families.image_distillation(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(llama, tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
+def uninterrupted(tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
     """A training over components, its folder, and what came out."""
-    config = changed({**llama, "basis": "ace_relative"}, checkpoint_every=3, epochs=2)
-    out = tmp_path_factory.mktemp("whole") / "out"
-    return config, out, train(config, out)
+    folder = tmp_path_factory.mktemp("whole")
+    config = families.llama(folder, basis="ace_relative")
+    config["training"] |= {"checkpoint_every": 3, "epochs": 2}
+    return config, folder / "out", families.train(config, folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -71,15 +58,15 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
     config, out, whole = uninterrupted
     killed, split, later = tmp_path / "killed", family_module.split_tensor, []
     with monkeypatch.context() as patch:
-        killed_after(patch, owner, name, calls)
-        with pytest.raises(Killed):
-            train(config, killed)
+        families.killed_after(patch, owner, name, calls)
+        with pytest.raises(families.Killed):
+            families.train(config, killed)
     assert not (killed / "coefficients.safetensors").exists()
     if owner is Objective:  # what is known is not asked for again
         monkeypatch.delattr(family_module, "answer_data")
         monkeypatch.delattr(family_module, "measure_moments")
     monkeypatch.setattr(family_module, "split_tensor", lambda *a: later.append(a) or split(*a))
-    resumed = train(config, killed)
+    resumed = families.train(config, killed)
     if name == "split_tensor":
         assert len(later) == len(whole.contents.tensors) - calls
     assert torch.equal(resumed.coefficients, whole.coefficients)
@@ -88,54 +75,42 @@ def test_a_killed_run_goes_on_to_the_same_coefficients(
         assert (killed / file).read_bytes() == (out / file).read_bytes()
 
 
-def test_labels_that_are_damaged_are_named(uninterrupted, tmp_path):
-    config, out, whole = uninterrupted
-    out = shutil.copytree(out, tmp_path / "out")
+def test_another_run_s_folder_is_refused_unless_overwritten(uninterrupted, tmp_path, monkeypatch):
+    """Other settings, data or models are another run, and what is damaged is named."""
+    config, out, first = uninterrupted
+    other, expert = {"learning_rate": 0.02}, config["models"][0]
+    with pytest.raises(ConfigError, match=r"another run; changed .*config\.training\.learning"):
+        families.train(config, out, **other)
     labels = out / "state" / "labels-0.pt"
     labels.write_bytes(labels.read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"labels-0.pt is damaged .*; delete it to"):
-        train(config, out)
+        families.train(config, out)
     labels.unlink()
-    assert torch.equal(train(config, out).coefficients, whole.coefficients)
-
-
-def test_another_run_s_folder_is_refused_unless_overwritten(uninterrupted, tmp_path, monkeypatch):
-    config, out, first = uninterrupted
-    out = shutil.copytree(out, tmp_path / "out")
-    other = changed(config, learning_rate=0.02)
-    with pytest.raises(ConfigError, match=r"another run; changed .*config\.training\.learning"):
-        train(other, out)
-    again = train(changed(config, checkpoint_every=7), out)
+    again = families.train(config, out, checkpoint_every=7)
     assert torch.equal(again.coefficients, first.coefficients)
-    with monkeypatch.context() as patch:
-        killed_after(patch, Objective, "gradient", 0)
-        with pytest.raises(Killed):
-            train(other, out, overwrite=True)
+    for path in map(Path, (expert["data"]["path"], f"{expert['model']}/model.safetensors")):
+        path.write_bytes(path.read_bytes())  # at another time
+        with pytest.raises(ConfigError, match=rf"changed since then: files\.{path}"):
+            families.train(config, out)
+    families.killed_after(monkeypatch, Objective, "gradient", 0)
+    with pytest.raises(families.Killed):
+        families.train(config, out, overwrite=True, **other)
     for name in ("coefficients.safetensors", "merge.yml"):
         assert not (out / name).exists(), "it would look complete"
 
 
-def test_changed_inputs_are_another_run(tmp_path):
-    config = changed(llama_family(tmp_path / "family"), max_steps=1)
-    train(config, tmp_path / "out")
-    expert = config["models"][0]
-    for path in map(Path, (expert["data"]["path"], f"{expert['model']}/model.safetensors")):
-        path.write_bytes(path.read_bytes())  # at another time
-        with pytest.raises(ConfigError, match=rf"changed since then: files\.{path}"):
-            train(config, tmp_path / "out")
-
-
 def test_two_runs_into_one_folder(images, tmp_path):
     out, (family, distillation) = tmp_path / "out", images
+    starts = ((families.train, family), (families.distil, distillation), (measure, family))
     with TrainingRun.start(out):
-        for start, config in ((train, family), (distil, distillation), (measure, family)):
+        for start, config in starts:
             with pytest.raises(ConfigError, match=f"another run is writing to {out}; wait"):
                 start(config, out)
     assert not out.exists(), "nothing was written"
 
 
 def test_a_run_drops_or_replaces_no_model(images, tmp_path):
-    config = llama_family(tmp_path / "family")
+    config = families.llama(tmp_path / "family")
     expert = tmp_path / "out" / "backbones" / "mine"
     shutil.copytree(config["models"][0]["model"], expert)
     config["models"][0]["model"] = str(expert)
@@ -143,11 +118,11 @@ def test_a_run_drops_or_replaces_no_model(images, tmp_path):
     outs = {expert: tmp_path / "out", "base": tmp_path / "family" / "base" / "coefficients"}
     for name, out in outs.items():
         with pytest.raises(ConfigError, match=f"is or holds .*{name}, which is read"):
-            train(config, out, overwrite=True)
+            families.train(config, out, overwrite=True)
     with pytest.raises(ConfigError, match=r"holds config.json, which"):
-        distil(images[1], tmp_path / "family" / "expert1")
+        families.distil(images[1], tmp_path / "family" / "expert1")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    distil(changed(images[1], epochs=1), tmp_path / "family" / "expert1", overwrite=True)
+    families.distil(images[1], tmp_path / "family" / "expert1", overwrite=True, epochs=1)
 
 
 def train_and_distil(folder: Path) -> None:
@@ -166,8 +141,9 @@ def train_and_distil(folder: Path) -> None:
 
 def test_two_processes_are_like_one_with_twice_the_batch(images, tmp_path):
     """They need not import everything anew."""
-    training = changed(llama_family(tmp_path / "family", rows=23), batch_size=3, epochs=3)
-    distillation = changed(images[1], epochs=2, batch_size=4)
+    training = families.llama(tmp_path / "family", rows=23)
+    training["training"] |= {"batch_size": 3, "epochs": 3}
+    distillation = families.changed(images[1], epochs=2, batch_size=4)
     for name, config in (("train", training), ("distill", distillation)):
         (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(config))
     debug_launcher(train_and_distil, (tmp_path,))
@@ -176,13 +152,12 @@ def test_two_processes_are_like_one_with_twice_the_batch(images, tmp_path):
     two = CoefficientFile.load(tmp_path / "trained" / "coefficients.safetensors")
     assert two.coefficients.std() > 0.01
     for settings in ({"batch_size": 6}, {"gradient_accumulation": 2}):
-        one = train(changed(training, **settings), tmp_path / str(settings))
+        one = families.train(training, tmp_path / str(settings), **settings)
         torch.testing.assert_close(two.coefficients, one.coefficients, rtol=1e-5, atol=1e-5)
         for name, score in two.contents.scores.items():
-            for key in ("accuracy", "loss"):
-                assert score[key] == pytest.approx(one.contents.scores[name][key], abs=1e-5)
-    one = record(distil(changed(distillation, batch_size=8), tmp_path / "distilled by one"))
-    two = record(tmp_path / "distilled")
+            assert score["loss"] == pytest.approx(one.contents.scores[name]["loss"], abs=1e-5)
+    one = families.record(families.distil(distillation, tmp_path / "by one", batch_size=8))
+    two = families.record(tmp_path / "distilled")
     for line, other in zip(one["log"], two["log"], strict=True):
         assert line == pytest.approx(other, rel=1e-3)
     assert one["test_loss"] == pytest.approx(two["test_loss"], rel=1e-3)
