@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mergekit-yaml may hand over: formats, vocabularies, filters, dtypes and flags."""
+"""What mergekit-yaml may hand over: formats, vocabularies, slices, filters, dtypes and flags."""
 
 from __future__ import annotations
 
@@ -77,6 +77,22 @@ def test_vocabularies_are_aligned_by_mergekit(two_vocabularies, mergekit_yaml, s
         base, *experts = torch.stack(rows, dim=1)
         got = checkpoint(out)[name][list(vocabulary.values())]
         assert task_vector_error(got, naive_tensor(base, experts), base) <= 5e-5
+
+
+def test_slices_with_parameters_of_their_own(tmp_path, mergekit_yaml):
+    paths = save_family(tiny_llama(), tmp_path)
+    config, scales = ace_config(paths), (0.5, 0.7)
+    del config["models"]
+    config["slices"] = [
+        {
+            "sources": [{"model": path, "layer_range": [n, n + 1]} for path in paths],
+            "parameters": {"lambda": scale},
+        }
+        for n, scale in enumerate(scales)
+    ]
+    later = ("model.layers.1.", "model.norm", "lm_head")
+    options = lambda name: {"lambda_": scales[name.startswith(later)]}  # noqa: E731
+    check_merge(LlamaForCausalLM, paths, mergekit_yaml(config), 1e-4, options)
 
 
 def test_filters_and_gradients(tmp_path, mergekit_yaml):

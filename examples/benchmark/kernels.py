@@ -6,8 +6,8 @@
 
 All ways run in turn in every round, so that whatever else the machine does hits each of them;
 seconds and ratios are medians over rounds. Memory is the peak beside the inputs: resident on a CPU,
-else of the device. A model's total counts every matrix as often as a layer (or, for GPT-2 and
-ViT-L/14, the whole model) has it.
+else of the device. A model's total counts every matrix as often as a layer of a Llama, or the whole
+of another model, has it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MODELS: dict[str, dict[tuple[int, int], int]] = {
     "Llama-3.1-8B": {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1},
     "GPT-2": {(50257, 768): 1, (1024, 768): 1}
     | dict.fromkeys([(2304, 768), (768, 768), (3072, 768), (768, 3072)], 12),
+    "SmolLM2": {(576, 576): 60, (192, 576): 60, (1536, 576): 60, (576, 1536): 30, (49152, 576): 1},
     "ViT-L/14": {(1024, 1024): 96, (4096, 1024): 24, (1024, 4096): 24},
 }
 _SWITCHES = ("adaptive_normalization", "spectral_refinement")

@@ -17,8 +17,10 @@ RESULTS, PICTURE = HERE / "results.json", HERE / "frontiers.png"
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
-LANGUAGE = ("smollm, 160", "smollm-control, 40", "smollm-muon, 160", "smollm-sparse, 40",
-            "smollm-lora, 40", "smollm-lora-fast, 40")  # fmt: skip
+LANGUAGE = ("smollm, 40", "smollm, 160", "smollm-control, 40", "smollm-muon, 40",
+            "smollm-sparse, 40", "smollm-lora, 40")  # fmt: skip
+ROUNDED = ("smollm, 160", "smollm-control, 40", "smollm-muon, 160", "smollm-sparse, 40",
+           "smollm-lora, 40", "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "ace_plus": "tab:purple",
          "tsv_m": "tab:blue", "iso_c": "tab:green", "task_arithmetic": "black",
@@ -83,7 +85,7 @@ def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]
         figures = [pool([one["at_budget"] for one in cell]) if cell else None for cell in cells]
         shown = [f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in figures]
         rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
-    titles = [name.removeprefix("smollm-").partition(",")[0] for name in names]
+    titles = [name.removeprefix("smollm-").partition(" steps")[0] for name in names]
     return table(["method", *titles], [row for _, row in sorted(rows, reverse=True)])
 
 
@@ -105,8 +107,9 @@ def make_tables(results: list[Result]) -> dict[str, str]:
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
     tables["small families"] = compared(families, SMALL)
-    on_gpu = (f"{name} steps, bfloat16" for name in LANGUAGE)
-    tables["language families"] = compared(families, on_gpu)
+    tables["language families"] = compared(families, [f"{n} steps, H100" for n in LANGUAGE])
+    rounded = [f"{name} steps, bfloat16" for name in ROUNDED]
+    tables["bfloat16 families"] = compared(families, rounded)
     if HEADLINE in families:
         tables["experts"] = experts_table(results)
     return tables

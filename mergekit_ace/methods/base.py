@@ -318,8 +318,10 @@ class TaskVectorMethod(GroupMergeMethod):
         name = settings.name
 
         def merge_on(device: torch.device) -> tuple[Tensor, TensorRecord, TensorSettings]:
-            entries = [replace(entry, tensor=entry.tensor.to(device)) for entry in group.entries]
-            moved = replace(group, entries=tuple(entries))
+            moved = group
+            if device != group.tensors[0].device:  # mergekit's check has all of them on one
+                entries = [replace(e, tensor=e.tensor.to(device)) for e in group.entries]
+                moved = replace(group, entries=tuple(entries))
             assert moved.base is not None  # the contract requires it
             tensors = [moved.base.tensor, *(expert.tensor for expert in moved.non_base)]
             complete = self.complete(replace(settings, group=moved), tensors[0].ndim)

@@ -14,6 +14,7 @@ from checkpoints import configure, tiny_llama
 from commands import command, run_config
 from filelock import FileLock
 from peft_models import (
+    CASES,
     LINEAR,
     compare_changes,
     config_of,
@@ -22,6 +23,7 @@ from peft_models import (
     train_by_chance,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from mergekit_ace.files.saving import LOCK_FILE
 
@@ -56,6 +58,19 @@ def test_what_is_written(own, tmp_path):
         assert words in text
     assert yaml.safe_load((out / "mergekit_config.yml").read_text()) == config
     assert (out / "tokenizer.json").read_text() == "{}"
+
+
+@torch.no_grad()
+def test_transformers_loads_it_by_itself(tmp_path):
+    build, options = CASES["experts"]
+    made = train_by_chance(build, tmp_path / "in", **options)
+    made.base.save_pretrained(tmp_path / "base", save_original_format=False)
+    run(config_of([str(tmp_path / name) for name in ("base", "in")], "ace"), tmp_path)
+    tokens, model = torch.arange(8)[None], AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.load_adapter(str(tmp_path / "adapter"))
+    made.base.eval().load_state_dict(made.merged)
+    expected = made.base(tokens).logits
+    torch.testing.assert_close(model.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_rank_cuts_the_smallest_directions_and_says_how_much(family, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -307,6 +308,20 @@ def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, family, bas
             assert task_vector_error(tensor, expected, base[name]) <= 1e-4 + rounding, name
             compared += 1
     assert compared > 10
+
+
+def test_a_report_has_what_was_learned(llama, tmp_path, mergekit_yaml):
+    """A tensor that training left out stays the base's."""
+    config = {**with_basis(llama, "ace_relative"), "exclude": ["embed_tokens"]}
+    file = families.train(config, tmp_path / "out", max_steps=1)
+    merge, report = families.merge_of(tmp_path / "out"), tmp_path / "report.jsonl"
+    merge["parameters"]["report"] = str(report)
+    merged, base = map(families.tensors, (mergekit_yaml(merge), config["base_model"]))
+    lines = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
+    learned, excluded = "model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"
+    assert lines[learned]["coefficients"] == file.coefficients[:, file.columns[learned]].tolist()
+    assert (lines[excluded]["coefficients"], lines[excluded]["rule"]) == ([0.0, 0.0], "base")
+    assert torch.equal(merged[excluded], base[excluded])
 
 
 def test_training_starts_at_the_merge(llama, tmp_path, mergekit_yaml):
