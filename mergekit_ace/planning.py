@@ -24,8 +24,16 @@ from mergekit.tokenizer import BuildTokenizer
 from transformers import PretrainedConfig
 
 from mergekit_ace.algebra.task_vectors import FixedLayout
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader, item_size
-from mergekit_ace.files.models import Checkpoint, Checkpoints, config_donor, names_of
+from mergekit_ace.files.checkpoints import (
+    DTYPES,
+    FLOATING,
+    Checkpoint,
+    Checkpoints,
+    TensorHeader,
+    config_donor,
+    item_size,
+    names_of,
+)
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
 from mergekit_ace.methods.architecture import (
     BUFFER,

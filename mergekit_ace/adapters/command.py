@@ -35,8 +35,14 @@ from mergekit_ace.adapters.read import (
     possible_changes,
     read_adapters,
 )
-from mergekit_ace.files.checkpoints import DTYPE_NAMES, TensorHeader
-from mergekit_ace.files.models import TOKENIZER_CONFIG, TOKENIZER_FILES, Checkpoint, headers_only
+from mergekit_ace.files.checkpoints import (
+    DTYPE_NAMES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    Checkpoint,
+    TensorHeader,
+    headers_only,
+)
 from mergekit_ace.files.saving import (
     flush_to_disk,
     locked,

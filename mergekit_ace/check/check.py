@@ -21,8 +21,9 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from mergekit_ace.adapters.read import read_adapters
 from mergekit_ace.check.loading import check_loading
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, json_or_empty
-from mergekit_ace.files.models import (
+from mergekit_ace.files.checkpoints import (
+    DTYPES,
+    FLOATING,
     GENERATION,
     TOKENIZER_CONFIG,
     VOCABULARY_FILES,
@@ -30,6 +31,7 @@ from mergekit_ace.files.models import (
     Checkpoints,
     config_donor,
     headers_only,
+    json_or_empty,
     lost_model_files,
     read_checkpoint,
     tokenizer_donor,
@@ -64,10 +66,9 @@ _QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
 # What changes the function that the same weights compute. mergekit writes the base's config.
 _FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    hidden_act activation_function rope_theta partial_rotary_factor rms_norm_eps
-    layer_norm_epsilon layer_norm_eps sliding_window max_position_embeddings
-    max_window_layers attention_bias num_experts_per_tok num_local_experts num_experts
-    n_routed_experts
+    hidden_act activation_function rope_theta partial_rotary_factor rms_norm_eps layer_norm_epsilon
+    layer_norm_eps sliding_window max_position_embeddings max_window_layers attention_bias
+    num_experts_per_tok num_local_experts num_experts n_routed_experts
 """.split()
 
 

@@ -14,8 +14,13 @@ from mergekit.common import ModelPath, ModelReference
 from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from mergekit_ace.files.checkpoints import DTYPES, TensorHeader, read_headers
-from mergekit_ace.files.models import Checkpoints, config_donor
+from mergekit_ace.files.checkpoints import (
+    DTYPES,
+    Checkpoints,
+    TensorHeader,
+    config_donor,
+    read_headers,
+)
 from mergekit_ace.merge_config import Finding
 from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.naming import ConfigError, listed, without_numbers

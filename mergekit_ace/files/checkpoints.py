@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that make a folder a model or an adapter: their headers, and what is wrong with them.
+"""Models of a merge without their weights, in folders, in the Hub's cache, or on the Hub.
 
-Whatever is damaged, missing or something else raises a `FileError`.
+Also their headers, and what is wrong with their files: whatever is damaged, missing or something
+else raises a `FileError`; and the files beside weights and config that mergekit leaves out of most
+results.
 """
 
 from __future__ import annotations
@@ -9,20 +11,27 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from mergekit.architecture import WeightInfo
+from mergekit.common import ModelPath, ModelReference
+from mergekit.config import MergeConfiguration
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache
 from safetensors import SafetensorError, safe_open
 
+from mergekit_ace.files.quantised import DequantisingLoader, find_quantisation
 from mergekit_ace.naming import FileError
-
-if TYPE_CHECKING:
-    from mergekit.common import ModelPath, ModelReference
 
 # By what a safetensors file calls them, all that mergekit reads.
 DTYPES = {
@@ -43,6 +52,28 @@ _CONVERT = (
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
+
+
+GENERATION = "generation_config.json"
+MORE_TEMPLATES = "additional_chat_templates"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# One of them is there wherever transformers can load a tokenizer.
+VOCABULARY_FILES = (
+    "tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_PROCESSORS = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+# Of an earlier result, these would be read as part of one that has none.
+READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
+# What mergekit copies with a tokenizer that it takes as it is.
+_COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
 
 
 @dataclass(frozen=True)
@@ -165,11 +196,9 @@ def check_model_folder(folder: Path) -> None:
         try:
             CONFIG_MAPPING[kind].from_json_file(path)  # it may hold {"__float__": "Infinity"}
         except Exception as error:  # of many kinds: dataclasses, lookups, arithmetic
-            said = (
-                f"{path} is no config of `model_type`: {kind!r} that this version of transformers"
-            )
-            remedy = "correct it, or update transformers"
-            raise FileError(f"{said} reads: {str(error).strip()}; {remedy}") from error
+            said = f"{path} is no config of `model_type`: {kind!r} that this version of"
+            why = f"transformers reads: {str(error).strip()}; correct it, or update transformers"
+            raise FileError(f"{said} {why}") from error
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"):
         if os.path.lexists(folder / name):
             read_json(folder / name)
@@ -242,3 +271,225 @@ def check_references(models: Sequence[ModelReference]) -> None:
         for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
             if part is not None and not Path(part.path).is_dir():
                 hub_file(part, name, cached=True)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model without its weights."""
+
+    model: ModelReference  # the headers of an adapter's are those of its base
+    folder: Path | None  # where its files are; None on the Hub
+    headers: Mapping[str, TensorHeader]
+    quantised: str = ""  # method of what is dequantised when read: headers are of the result
+
+    @cached_property
+    def index(self) -> ShardedTensorIndex:
+        """What mergekit's planner reads."""
+        paths = {name: header.file for name, header in self.headers.items()}
+        return ShardedTensorIndex("", True, paths, [])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`; empty where there is none."""
+        return self.read_json("config.json")
+
+    @property
+    def labels(self) -> int:
+        """The number of labels of a classifier; transformers writes none where there are two."""
+        return len(self.config.get("id2label") or (0, 1))
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
+        return json_or_empty(self.file(name))
+
+    def file(self, name: str) -> Path | None:
+        """Return where a small file of the checkpoint lies; None where there is none."""
+        if self.folder is not None and (self.folder / name).is_file():
+            return self.folder / name
+        return find_model_file(self.model.model, name)  # not every file of the Hub is in its cache
+
+    @property
+    def bytes(self) -> int:
+        return sum(header.bytes for header in self.headers.values())
+
+    @cached_property
+    def entries_by_dtype(self) -> Counter[str]:
+        """The number of entries that are stored in each dtype."""
+        counts: Counter[str] = Counter()
+        for header in self.headers.values():
+            counts[header.dtype] += header.entries
+        return counts
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most entries; empty without tensors."""
+        return next((name for name, _ in self.entries_by_dtype.most_common(1)), "")
+
+    def source(self, weight: WeightInfo) -> TensorHeader | None:
+        """Return what mergekit reads for a planned tensor; None where there is nothing of it."""
+        return next((self.headers[n] for n in names_of(weight) if n in self.headers), None)
+
+
+def names_of(weight: WeightInfo) -> tuple[str, ...]:
+    """Return all names under which mergekit looks for a weight, in its order."""
+    return (weight.name, *(weight.aliases or ()), *(weight.tied_names or ()))
+
+
+Checkpoints = Mapping[ModelReference, Checkpoint]
+
+
+def read_checkpoint(model: ModelReference) -> Checkpoint:
+    """Read the headers of a model, wherever it is; no weight is read or downloaded."""
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
+
+    check_reference(model)  # first: mergekit opens single files without saying which is damaged
+    source = model.model
+    if folder := existing_folder(source.path):
+        return checkpoint_of(model, folder)
+    name, revision = source.path, source.revision
+    with suppress(Exception):  # a snapshot in the cache may lack files
+        known = snapshot_download(name, revision=revision, local_files_only=True)
+        return checkpoint_of(model, Path(known))
+    try:
+        metadata = get_safetensors_metadata(name, revision=revision)
+    except Exception as error:
+        raise unreachable(source, error) from error
+    headers = {
+        name: TensorHeader(info.dtype, tuple(info.shape), file)
+        for file, content in metadata.files_metadata.items()
+        for name, info in content.tensors.items()
+    }
+    return _dequantised(Checkpoint(model, None, headers))
+
+
+def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
+    """Return the headers of a model that lies in a folder."""
+    return _dequantised(Checkpoint(model, folder, read_headers(folder)))
+
+
+def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """Return what can be read of a checkpoint, which may be quantised."""
+    config, headers = checkpoint.config, checkpoint.headers
+    found = find_quantisation(config, headers) if "quantization_config" in config else None
+    if found is None:
+        return checkpoint
+    return replace(checkpoint, headers=found.headers(headers), quantised=found.method)
+
+
+@contextmanager
+def own_loaders() -> Iterator[None]:
+    """Start with an empty cache of mergekit's opened models, and leave the former as it was."""
+    loaders = LoaderCache().loaders
+    before = dict(loaders)
+    loaders.clear()
+    try:
+        yield
+    finally:
+        loaders.clear()
+        loaders.update(before)
+
+
+@contextmanager
+def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
+    """Let mergekit plan with these indices, so that it downloads nothing and merges no adapter."""
+    with own_loaders():
+        for checkpoint in checkpoints:
+            LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
+        yield
+
+
+def config_donor(config: MergeConfiguration) -> ModelReference:
+    """Return the model whose `config.json` the result has."""
+    return config.base_model or config.referenced_models()[0]
+
+
+def tokenizer_donor(config: MergeConfiguration) -> ModelReference:
+    """Return the model whose tokens have the same numbers in the result."""
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    return source if isinstance(source, ModelReference) else config_donor(config)
+
+
+def find_model_file(
+    model: ModelPath, name: str, *, beside: Path = Path(), cache: str | None = None
+) -> Path | None:
+    """Return where a small file of a model lies; None where it has none, or is not to be had.
+
+    Relative names are looked for in `beside`, too; `cache` is for models on the Hub.
+    """
+    for folder in (Path(model.path).expanduser(), beside / model.path):
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+    with suppress(FileError):
+        return hub_file(model, name, cache_dir=cache)
+    return None
+
+
+def add_model_files(
+    config: MergeConfiguration, folder: Path, *, beside: Path = Path(), cache: str | None = None
+) -> dict[str, ModelReference]:
+    """Copy what a result lacks of its models' files; return whose files were added, by name.
+
+    Code is copied, not run. Nothing that is there is touched.
+    """
+    find = partial(find_model_file, beside=beside, cache=cache)
+    present = {path.name for path in folder.iterdir()}
+    missing = _missing_files(config, present, find)
+    settings = folder / TOKENIZER_CONFIG
+    own = json_or_empty(settings).get("chat_template") or config.chat_template
+    if settings.is_file() and not own and present.isdisjoint(_TEMPLATES):
+        speaker = tokenizer_donor(config)
+        templates = {name: find(speaker.model, name) for name in _TEMPLATES}
+        missing |= {name: (speaker, path) for name, path in templates.items() if path}
+    for name, (_, source) in missing.items():
+        shutil.copyfile(source, folder / name)
+    return {name: model for name, (model, _) in missing.items()}
+
+
+def lost_model_files(
+    config: MergeConfiguration, kept: Collection[str]
+) -> dict[str, ModelReference]:
+    """Return what `mergekit-yaml` would leave out, but for `kept`: models by names of files."""
+    base = config_donor(config).model
+    loaded = any(find_model_file(base, f"tokenizer.{end}") for end in ("json", "model"))
+    built = config.tokenizer or config.tokenizer_source or config.chat_template
+    if loaded and not built and find_model_file(base, TOKENIZER_CONFIG):
+        kept = {*kept, *_COPIED}
+    missing = _missing_files(config, kept, find_model_file)
+    return {name: model for name, (model, _) in missing.items()}
+
+
+def _missing_files(
+    config: MergeConfiguration, present: Collection[str], find: Callable[..., Path | None]
+) -> dict[str, tuple[ModelReference, Path]]:
+    """Return what a result lacks of the models that it has its config and tokenizer of.
+
+    The generation config names end tokens by their numbers, so it comes from the same model as the
+    tokenizer.
+    """
+    donor = config_donor(config)
+    expected = {GENERATION: tokenizer_donor(config), **dict.fromkeys(_PROCESSORS, donor)}
+    settings = find(donor.model, "config.json")
+    code = json_or_empty(settings).get("auto_map")
+    if settings and code and "--" not in str(code):  # else it names the Hub's repository
+        expected |= {path.name: donor for path in settings.parent.glob("*.py")}
+    found = {n: (m, find(m.model, n)) for n, m in expected.items() if n not in present}
+    return {n: (m, path) for n, (m, path) in found.items() if path and not _is_derived(path)}
+
+
+def _is_derived(path: Path) -> bool:
+    """Tell whether transformers makes a generation config from `config.json`, whenever it loads."""
+    own, config = json_or_empty(path), json_or_empty(path.with_name("config.json"))
+    shared = own.keys() & config.keys() - {"transformers_version"}  # of whoever wrote the file
+    made = path.name == GENERATION and own.get("_from_model_config")  # and may be edited since
+    return bool(made) and all(own[name] == config[name] for name in shared)
+
+
+def open_quantised(models: Iterable[ModelReference]) -> None:
+    """Let mergekit's cache read quantised models dequantised."""
+    cache = LoaderCache()
+    for model in models:
+        loader = cache.get(model)
+        config = json_or_empty(Path(loader.index.base_path, "config.json"))
+        quantisation = find_quantisation(config, loader.index.tensor_paths)
+        if quantisation and not isinstance(loader, DequantisingLoader):
+            cache.loaders[model] = DequantisingLoader(loader, quantisation)

@@ -31,8 +31,15 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from mergekit_ace.adapters.read import base_of
-from mergekit_ace.files.checkpoints import INDEX_FILES, TensorHeader, read_file_header
-from mergekit_ace.files.models import MORE_TEMPLATES, READ_BESIDE, add_model_files, config_donor
+from mergekit_ace.files.checkpoints import (
+    INDEX_FILES,
+    MORE_TEMPLATES,
+    READ_BESIDE,
+    TensorHeader,
+    add_model_files,
+    config_donor,
+    read_file_header,
+)
 from mergekit_ace.files.saving import LOCK_FILE, check_apart, flush_to_disk, sha256, write_text
 from mergekit_ace.merge_config import HEADS
 from mergekit_ace.merging.shards import Shard, ShardResult

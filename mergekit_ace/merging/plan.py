@@ -19,7 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.merge import use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.files.models import Checkpoints, open_quantised
+from mergekit_ace.files.checkpoints import Checkpoints, open_quantised
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES

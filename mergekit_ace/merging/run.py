@@ -19,8 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_model
-from mergekit_ace.files.checkpoints import check_references
-from mergekit_ace.files.models import config_donor, own_loaders
+from mergekit_ace.files.checkpoints import check_references, config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked, occupied
 from mergekit_ace.merging.output import Manifest, OutputFolder, check_own, say
 from mergekit_ace.merging.plan import fingerprint, input_files, plan_run

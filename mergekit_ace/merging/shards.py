@@ -22,8 +22,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of
-from mergekit_ace.files.checkpoints import DTYPES
-from mergekit_ace.files.models import Checkpoints, open_quantised
+from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_quantised
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.methods.base import is_finite, take_notices
 from mergekit_ace.naming import ConfigError, FileError

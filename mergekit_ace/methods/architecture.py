@@ -45,8 +45,7 @@ from mergekit_ace.algebra.task_vectors import (
     StoredKind,
     resolve_layout,
 )
-from mergekit_ace.files.checkpoints import read_file_header
-from mergekit_ace.files.models import names_of
+from mergekit_ace.files.checkpoints import names_of, read_file_header
 from mergekit_ace.naming import natural_order, without_numbers
 
 LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 
 from mergekit_ace.check.loading import merged_model, verify_model
-from mergekit_ace.files.models import add_model_files, config_donor, find_model_file
+from mergekit_ace.files.checkpoints import add_model_files, config_donor, find_model_file
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.merge_config import read_merge_config
 from mergekit_ace.methods.base import TaskVectorMethod

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mergekit_ace.algebra.inspection import evenly_spaced, inspect_versions
-from mergekit_ace.files.models import own_loaders
+from mergekit_ace.files.checkpoints import own_loaders
 from mergekit_ace.files.saving import occupied, write_text
 from mergekit_ace.merging.plan import plan_run
 from mergekit_ace.methods.base import (

@@ -12,7 +12,7 @@ from coefficient_files import make_file
 from filelock import FileLock
 from sharded import assert_same, command, contents, linear, refusal, write_config
 
-from mergekit_ace.files.models import MORE_TEMPLATES
+from mergekit_ace.files.checkpoints import MORE_TEMPLATES
 from mergekit_ace.merging.output import LOCK_FILE, MANIFEST_FILE, SCRATCH_FOLDER
 
 

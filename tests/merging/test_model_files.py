@@ -12,7 +12,7 @@ from checkpoints import ace_config
 from mergekit.config import MergeConfiguration
 from sharded import linear
 
-from mergekit_ace.files.models import add_model_files, lost_model_files
+from mergekit_ace.files.checkpoints import add_model_files, lost_model_files
 
 FILES = {
     "generation_config.json": '{"eos_token_id": [7, 9], "do_sample": false}',
