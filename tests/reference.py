@@ -212,8 +212,9 @@ def naive_plus(
     pairs = [(s, t) for s in range(len(kept)) for t in range(s)]
     cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
     unlike = 1 - min(1, max(0, sum(cosines) / sum(w[s] * w[t] for s, t in pairs)))
-    flat = naive_flattened(whole, part)
-    return base + lambda_ * ((1 - 0.2 * unlike) * part + 0.6 * unlike * flat)
+    return base + lambda_ * 0.9 * (
+        (1 - 0.2 * unlike) * part + 0.6 * unlike * naive_flattened(whole, part)
+    )
 
 
 def naive_flattened(whole: Tensor, part: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout):
     regression = (naive_table if layout == "table" else naive_relative)(base, experts)
     orthogonal = naive_tsv_m(deltas_of(base, experts))
     total = 0.72 * (regression - base.double()) + 0.28 * orthogonal
-    assert task_vector_error(merged, base.double() + total, base) <= 1e-9
+    assert task_vector_error(merged, base.double() + 0.9 * total, base) <= 1e-9
 
 
 def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
@@ -104,7 +104,7 @@ def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
     other[8:, 6:] = torch.randn(12, 10, generator=rng).double()
     merged, _ = plus(base, [one, other])
     both = one + other
-    expected = 0.8 * both + 0.6 * naive_flattened(both, both)
+    expected = 0.9 * (0.8 * both + 0.6 * naive_flattened(both, both))
     assert task_vector_error(merged, expected, base) <= 0.1
 
 
@@ -116,7 +116,7 @@ def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
     one[:10] = torch.randn(10, 6, generator=rng).double() @ inputs
     other[10:20] = torch.randn(10, 6, generator=rng).double() @ inputs
     kept = []
-    for found in (plus(base, [one, other])[0], naive_relative(base, [one, other])):
+    for found in (plus(base, [one, other])[0] / 0.9, naive_relative(base, [one, other])):
         kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))
     assert kept[0] > 0.7 > 0.65 > kept[1]
 
@@ -133,7 +133,7 @@ def test_the_unit_of_the_weights_does_not_count(rng, unit):
 def test_experts_that_agree_or_cancel(rng):
     base, (one, other) = family(rng, 16, 24, 2)
     merged, _ = plus(base, [one, one.clone()])
-    assert task_vector_error(merged, one, base) <= 1e-9
+    assert task_vector_error(merged, base + 0.9 * (one.double() - base), base) <= 1e-9
     merged, _ = plus(torch.zeros(16, 24), [other - base, base - other])
     assert merged.norm() <= 1e-6 * (other - base).norm()
     merged, _ = plus(base, [one, base.clone()])

@@ -21,6 +21,7 @@ from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import (
     LONGEST,
     ORTHOGONAL_SHARE,
+    STRENGTH,
     add_orthogonal_sum,
     merge_two_sided,
 )
@@ -217,12 +218,12 @@ def _merge_plus(
     """Merge one matrix by `ace_plus`: a table or a long one as the sum of two merges."""
     if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
         return merge_two_sided(base, active, RelativeOptions().ridge, options.scale, measured)
-    scale = (1 - ORTHOGONAL_SHARE) * options.scale
+    scale = STRENGTH * (1 - ORTHOGONAL_SHARE) * options.scale
     relative = RelativeOptions.model_validate(
         {"lambda": scale, "compute_dtype": options.compute_dtype}
     )
     merged, record = _merge_one_sided(base, active, relative, layout, measured)
-    scale = ORTHOGONAL_SHARE * options.scale
+    scale = STRENGTH * ORTHOGONAL_SHARE * options.scale
     return add_orthogonal_sum(merged, base, active, scale), replace(record, rule="ace_plus")
 
 

@@ -43,6 +43,8 @@ from mergekit_ace.algebra.task_vectors import (
     task_vector,
 )
 
+# The share of X that is added at λ = 1: all of X forgets more than the judge's budget, 0.05 nats.
+STRENGTH = 0.9
 # δ in mean eigenvalues 1/o of D_tD_tᵀ.
 OUTPUT_RIDGE = 10.0
 # Where experts have nothing in common, this share of X goes, and so much of σ̄ U Vᵀ takes its place.
@@ -87,7 +89,7 @@ def merge_two_sided(
         amplification=size**2 / sum(active.tau),
         mix=measured.mix if any(map(measured.covariance, active.positions)) else None,
     )
-    return merged.mul_(scale).add_(base), record
+    return merged.mul_(scale * STRENGTH).add_(base), record
 
 
 def flatten(matrix: Tensor, part: Tensor, size: int) -> Tensor:
