@@ -89,29 +89,14 @@ def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]
     return table(["method", *titles], [row for _, row in sorted(rows, reverse=True)])
 
 
-def experts_table(results: list[Result]) -> str:
-    """Return the losses in nats per token of the headline's base and experts, seed 0."""
-    named = (one for one in results if f"{one['family']}, {one['variant']}" == HEADLINE)
-    facts = next(one["facts"] for one in named if "facts" in one)
-    experts = facts["experts"]
-    untrained = [text for text in facts["base"] if text not in experts]
-    rows = []
-    for name, losses in experts.items():
-        forgot = mean(losses[text] - facts["base"][text] for text in untrained)
-        rows.append([name, f"{facts['base'][name]:.2f}", f"{losses[name]:.2f}", f"{forgot:+.2f}"])
-    return table(["expert", "base", "expert", "forgot"], rows)
-
-
 def make_tables(results: list[Result]) -> dict[str, str]:
-    """Return every table by its name: of a family, of several, and of the experts' losses."""
+    """Return every table by its name: of a family, and of several."""
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
     tables["small families"] = compared(families, SMALL)
     tables["language families"] = compared(families, [f"{n} steps, H100" for n in LANGUAGE])
     rounded = [f"{name} steps, bfloat16" for name in ROUNDED]
     tables["bfloat16 families"] = compared(families, rounded)
-    if HEADLINE in families:
-        tables["experts"] = experts_table(results)
     return tables
 
 
