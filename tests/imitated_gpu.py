@@ -57,11 +57,11 @@ class GpuTensor(Tensor):
 
 
 class ImitatedGpu(TorchDispatchMode):
-    """Runs every operation where its tensors are; counts bytes in use, and waits of the CPU."""
+    """Runs every operation where its tensors are; counts commands, waits and bytes in use."""
 
     def __init__(self, memory: float = math.inf):
         super().__init__()
-        self.memory, self.waits = memory, 0
+        self.memory, self.waits, self.commands = memory, 0, 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}  # memory, and its bytes
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
@@ -85,6 +85,9 @@ class ImitatedGpu(TorchDispatchMode):
         if wanted is not None:
             plain_options["device"] = CPU
         results = operation(*plain_arguments, **plain_options)
+        returned = [value.alias_info for value in operation._schema.returns]
+        is_view = any(alias and not alias.is_write for alias in returned)
+        self.commands += on_gpu and not is_view
         known = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, GpuTensor)}
         if packet is ATEN.copy_:
             here = isinstance(arguments[0], GpuTensor)
