@@ -214,4 +214,4 @@ class PlusAceMerge(RidgeMethod):
         if max(rows, columns) > LONGEST * small:
             return 8 * (experts + 3) * entries
         squares = (experts + 2) * columns**2 + experts * small**2
-        return 4 * ((2 * experts + 4) * entries + squares)
+        return 4 * ((2 * experts + 7) * entries + squares)
