@@ -88,12 +88,21 @@ def gram(factor: Tensor) -> Tensor:
     return product(factor, factor.mT)
 
 
+def _load_library(device: torch.device) -> None:
+    """Let torch load a GPU's decompositions: several threads that begin with one fail."""
+    with _LOCK:
+        if device.type not in _LOADED:
+            torch.linalg.cholesky_ex(torch.eye(1, device=device))
+            _LOADED.add(device.type)
+
+
 def factorize(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return the Cholesky factor of a symmetric matrix, (n, n), and 0 if it has one.
 
     On a CPU the matrix is overwritten.
     """
     if matrix.device.type != "cpu":
+        _load_library(matrix.device)
         return torch.linalg.cholesky_ex(matrix)
     (potrf,) = scipy.linalg.get_lapack_funcs(["potrf"], [matrix.numpy()])
     lower, info = potrf(matrix.numpy().T, lower=1, overwrite_a=1, clean=1)
@@ -114,6 +123,7 @@ def solve(rows: Tensor, lower: Tensor) -> Tensor:
 def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the k ≥ 1 largest eigenvalues of a symmetric matrix, in order, and vectors, (n, k)."""
     if matrix.device.type != "cpu":
+        _load_library(matrix.device)
         values, vectors = torch.linalg.eigh(matrix)
     else:
         size = len(matrix)
@@ -192,6 +202,7 @@ if hasattr(torch.backends.mkldnn, "fp32_precision"):
     _BACKENDS += [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # pyright: ignore
 _threads = functools.cache(ThreadpoolController)  # which takes long to find all libraries
 _users = 0
+_LOADED: set[str] = set()
 _restore = ExitStack()
 
 
