@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 LIMITS = {
-    "files": 58,
-    "lines": 14549,
+    "files": 56,
+    "lines": 14277,
     "lines of a file": 497,
     "parameters of a function": 8,
     "functions with more than 8 parameters": 0,
