@@ -22,7 +22,9 @@ from reference import (
 from tiny_models import tiny_model
 
 from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.plus import TwoSided
 from mergekit_ace.algebra.ridge import MeasuredInputs
+from mergekit_ace.algebra.task_vectors import select_active
 
 WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
 
@@ -115,10 +117,14 @@ def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
     inputs = torch.randn(6, 40, generator=rng).double()
     one[:10] = torch.randn(10, 6, generator=rng).double() @ inputs
     other[10:20] = torch.randn(10, 6, generator=rng).double() @ inputs
+    active = select_active(base, [one, other], [1.0, 1.0], torch.float64)
+    deltas = torch.stack([one, other])
+    problem = TwoSided(deltas, active, RelativeOptions().ridge, MeasuredInputs())
+    regression = problem.step([1.0, 1.0])[0] * problem.largest
     kept = []
-    for found in (plus(base, [one, other])[0] / 0.9, naive_relative(base, [one, other])):
+    for found in (regression, naive_relative(base, [one, other])):
         kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))
-    assert kept[0] > 0.7 > 0.65 > kept[1]
+    assert kept[0] > 0.75 > 0.65 > kept[1]
 
 
 @pytest.mark.parametrize("unit", [1e-30, 1e-12, 1.0, 1e12, 1e30])

@@ -80,7 +80,8 @@ class LanguageFamily(Family):
 
     def __init__(self, name: str, seed: int, steps: int, cache: Path, base: str | None = None):
         origin = {None: "", "raw": ", raw base"}.get(base, f", {base}")
-        super().__init__(name, seed, f"{steps} steps{origin}")
+        place = ", GPU" * (DEVICE.type == "cuda")  # whose experts differ by TF32
+        super().__init__(name, seed, f"{steps} steps{origin}{place}")
         self.recipe = Recipe(*RATES[name], steps)
         self.cache, self.source = cache, base
         self.adapters = self.recipe.adapts

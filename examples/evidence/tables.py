@@ -94,7 +94,7 @@ def make_tables(results: list[Result]) -> dict[str, str]:
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
     tables["small families"] = compared(families, SMALL)
-    tables["language families"] = compared(families, [f"{n} steps, H100" for n in LANGUAGE])
+    tables["language families"] = compared(families, [f"{name} steps, GPU" for name in LANGUAGE])
     rounded = [f"{name} steps, bfloat16" for name in ROUNDED]
     tables["bfloat16 families"] = compared(families, rounded)
     return tables

@@ -24,8 +24,7 @@ from torch import Tensor
 # stay in a CPU's cache; more on a GPU, which waits for every block.
 BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
-# Entries of the matrices of all experts that a GPU works on by one command; of more, one expert's
-# are work enough.
+# A GPU works on the matrices of all experts by one command where they have at most so many entries.
 SMALL_STACK = 2**25
 # Singular values below this share of the largest are lost in a Gram matrix in float64.
 WEAKEST = 1e-7

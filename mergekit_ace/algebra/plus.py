@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_plus`: a regression on inputs and outputs whose spectrum is then flattened; and of tables.
+"""`ace_plus`: a regression on inputs and outputs whose spectrum is flattened.
 
 With D_t = Δ_t / ‖Δ_t‖, D_tᵀD_t estimates the covariance of the inputs of a task, and D_tD_tᵀ that
 of the gradients at the outputs, by the same theorem (ACE, Theorem 1). X minimises
@@ -7,8 +7,8 @@ of the gradients at the outputs, by the same theorem (ACE, Theorem 1). X minimis
     Σ_t w_t tr(G_t (X − Δ_t) K_t (X − Δ_t)ᵀ),  K_t = D_tᵀD_t + ε I,  G_t = D_tD_tᵀ + δ I,
 
 with 1/w_t = tr(G_t D_t K_t D_tᵀ): experts compromise only where they share inputs and outputs.
-Of X = U diag(σ) Vᵀ, some is exchanged for σ̄ U Vᵀ, which brings back what is weak in it. Tables get
-the regression on inputs plus TSV-Merge's sum.
+A share of X = U diag(σ) Vᵀ is exchanged for σ̄ U Vᵀ, which strengthens its weak directions. Tables
+get the regression on inputs plus TSV-Merge's sum.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def merge_two_sided(
         plain = merged
         if any(coefficient != 1 for coefficient in active.coefficients):
             merged, _ = problem.step(active.coefficients, length)
-        flat = flatten(plain, merged, min(active.shape)).mul_(FLATTENED * problem.unlikeness)
+        flat = flatten_spectrum(plain, merged, min(active.shape))
+        flat.mul_(FLATTENED * problem.unlikeness)
         merged = flat.add_(merged, alpha=1 - EXCHANGED * problem.unlikeness).mul_(problem.largest)
         if bool(merged.isfinite().all()):
             break
@@ -92,14 +93,14 @@ def merge_two_sided(
     return merged.mul_(scale * STRENGTH).add_(base), record
 
 
-def flatten(matrix: Tensor, part: Tensor, size: int) -> Tensor:
+def flatten_spectrum(matrix: Tensor, part: Tensor, size: int) -> Tensor:
     """Return σ̄ U Vᵀ, nearly, of A = U diag(σ) Vᵀ, (o, i), where σ̄ is Σσ over a size.
 
     Directions that are a thousand times weaker than ‖A‖ stay weak: nothing jumps where one appears.
-    What is linear in a part of A is returned for the part.
+    For a part of A, what it adds to that is returned: the sum over parts is that of A.
     """
     if matrix.shape[0] > matrix.shape[1]:
-        return flatten(matrix.mT, part.mT, size).mT
+        return flatten_spectrum(matrix.mT, part.mT, size).mT
     norm = torch.linalg.vector_norm(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)
     flat, own = matrix / norm, None if part is matrix else part / norm
     for first, third, fifth in FLATTENING:
@@ -144,10 +145,8 @@ class TwoSided:
         ridge = epsilon * torch.linalg.vector_norm(total).square() / total.trace() / count
         self.inputs.diagonal(dim1=1, dim2=2).add_(ridge)
         self.output_ridge = OUTPUT_RIDGE / active.shape[0]
-        self.outputs = (
-            None  # of tall matrices D_tᵀ and D_t one after the other are smaller products
-        )
-        if rows <= columns:
+        self.outputs = None
+        if rows <= columns:  # else D_tᵀ and D_t one after the other are the smaller products
             self.outputs = products(deltas, deltas.mT, self.parts)
         self.read = products(deltas, self.inputs, self.parts)
         fits = [(deltas[p] * self.weigh(p, self.read[p])).sum(dim=(1, 2)) for p in self.parts]

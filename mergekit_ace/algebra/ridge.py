@@ -333,10 +333,9 @@ def _covariances(
             right = next(squares) if squares else system.new_zeros(len(scales), *system.shape)
             if uneven:
                 right *= as_vector(scales, right)[:, None, None]
-            for t, square in enumerate(right, part.start):
-                if t in problem.measured:
-                    known, share = problem.measured[t]
-                    square.add_(known.matrix(square), alpha=share)
+            for t in problem.measured.keys() & {*range(part.start, part.start + len(right))}:
+                known, share = problem.measured[t]
+                right[t - part.start].add_(known.matrix(right), alpha=share)
             system += right[0] if len(right) == 1 else right.sum(dim=0)
         if problem.rank:
             _add_times_(row, away[part, None], left, right)

@@ -40,7 +40,6 @@ class Record(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     coefficients: tuple[float, ...] | None = None  # of the components, and of the refinement
     decisions_of: str | None = None  # the method that decides in the place of the merge's own
-
     base_norm: float | None = None  # ‖W0‖_F; None in a merge, as what follows
     norm: tuple[float, ...] | None = None  # ‖Δ_t‖_F
     relative_size: tuple[float | None, ...] | None = None  # ‖Δ_t‖/‖W0‖; None where W0 is zero

@@ -32,7 +32,7 @@ from mergekit_ace.methods.base import (
     first_that_fits,
 )
 from mergekit_ace.methods.report_lines import tensor_record
-from mergekit_ace.naming import ConfigError, natural_order, without_numbers
+from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
 from mergekit_ace.planning import PlannedTensor
 from mergekit_ace.report.page import write_page
 from mergekit_ace.report.summary import Report, summarize
@@ -68,10 +68,13 @@ def run_inspection(
     lines.unlink(missing_ok=True)  # it belongs to the former page
     some = "" if len(selected) == len(planned) else f", {len(selected)} looked at"
     about = f"Base model {plan.config.base_model}; {len(planned)} tensors{some}. Before the merge."
-    write_page(report, page, about)
+    missing = sorted({*selected} - {record.name for record in records}, key=natural_order)
+    why = "the base or all experts lack them, or they hold no floating-point numbers"
+    apart = [f"Not compared, because {why}: {listed(missing)}."] if missing else []
+    write_page(report, page, " ".join([about, *apart]))
     texts = [record.model_dump_json(exclude_defaults=True) + "\n" for record in records]
     write_text(lines, "".join(texts))
-    sentences = [f"* {sentence}" for sentence in summarize(report)]
+    sentences = [f"* {sentence}" for sentence in [*summarize(report), *apart]]
     click.echo("\n".join([report.about, "", *sentences, "", str(page)]).lstrip())
 
 

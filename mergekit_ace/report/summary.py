@@ -53,7 +53,6 @@ def read_records(path: Path) -> list[Record]:
             f"line {number} of {path} is not the line of a report: {what}; remove it, or give the "
             "file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
         ) from error
-
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return list(records.values())
@@ -65,7 +64,6 @@ class Report:
     Attributes:
         records: of the tensors, in the order of depth.
         looked_at: those that `inspect` wrote of all experts; a merge's own report knows less.
-
         stands_in: the title of the method whose decisions are shown in the place of the merge's.
         models, experts: paths and short names of the experts.
     """
@@ -79,7 +77,6 @@ class Report:
             raise ConfigError(said)
         depths = relative_depths([record.name for record in records])
         self.records = sorted(records, key=lambda r: (depths[r.name], natural_order(r.name)))
-
         method = merge_methods.get(methods[0])
         other = next((record.decisions_of for record in records if record.decisions_of), None)
         self.name, self.title = method.spec.name, method.spec.pretty_name or method.spec.name

@@ -75,8 +75,11 @@ def test_install_merge_and_uninstall(kind, artifacts, tmp_path):
 
     paths, out = save_family(tiny_llama(), tmp_path), tmp_path / "merged"
     (tmp_path / "ace.yml").write_text(yaml.safe_dump(ace_config(paths)))
-    merge = [python, "-m", "mergekit.scripts.run_yaml", tmp_path / "ace.yml", out]
-    assert "mergekit-ace: warning" not in run(*merge, HF_HUB_OFFLINE="1")[1]
+    merge = ["run_yaml", tmp_path / "ace.yml", out]
+    if kind == "editable":
+        merge = ["multimerge", tmp_path / "ace.yml", "-I", tmp_path / "steps", "--out-path", out]
+    merge[0] = f"mergekit.scripts.{merge[0]}"
+    assert "mergekit-ace: warning" not in run(python, "-m", *merge, HF_HUB_OFFLINE="1")[1]
     check_merge(LlamaForCausalLM, paths, out)
 
     def imported(**environment: str) -> set[str]:
@@ -91,6 +94,7 @@ def test_install_merge_and_uninstall(kind, artifacts, tmp_path):
     if kind == "editable":  # a checkout that has moved is one line at every start of Python
         source = artifacts["editable"].rename(tmp_path / "elsewhere")
         (line,) = run(python, "-c", "pass")[1].splitlines()
+        assert run(python, "-c", "pass", MERGEKIT_ACE_AUTOLOAD="0")[1] == ""
         assert line.startswith("mergekit-ace: warning: not loaded: No module named 'mergekit_ace'")
         source.rename(artifacts["editable"])
 

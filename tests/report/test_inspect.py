@@ -16,6 +16,7 @@ from commands import command
 from measured_files import measured_checkpoints, needs_statistics
 from peft_models import config_of, save_adapters
 from safetensors.torch import load_file
+from test_architectures import small_model
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
@@ -179,6 +180,16 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
     for text in (page, card):
         shown = (words, method.summary[1:], *(one.splitlines()[0] for one in method.citations))
         assert all(part in text for part in shown)
+
+
+def test_tensors_without_numbers_are_named(tmp_path, inspect):
+    model = small_model("resnet")
+    paths = save_family(model, tmp_path)
+    folder = inspect(ace_config(paths))
+    counters = {n for n, t in model.state_dict().items() if not t.is_floating_point()}
+    assert counters
+    assert not counters & lines_of(folder).keys()
+    assert "Not compared, because " in (folder / "report.html").read_text()
 
 
 def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspect):
