@@ -171,62 +171,31 @@ def naive_plus(
     *,
     lambda_: float = 1.0,
     coefficients: list[float] | None = None,
-    measured: list[Tensor] | None = None,
-    mix: float = 0.0,
+    **known,
 ) -> Tensor:
-    """`ace_plus` of one matrix, (o, i): the regression on inputs, one step, a flatter spectrum.
-
-    The step is P r for the residual r of the start, by matrices of o·i rows.
-    """
-    (o, i), own = base.shape, [1.0] * len(experts) if coefficients is None else coefficients
+    """`ace_plus` of one matrix, (o, i): `ace_relative` with a flatter spectrum."""
+    base = base.double()
+    whole = naive_relative(base, experts, weight, **known) - base
+    part = naive_relative(base, experts, weight, coefficients=coefficients, **known) - base
     kept, deltas, w = in_use(base, experts, weight)
-    base, own = base.double(), [own[t] for t in kept]
-    units = [delta / delta.norm() for delta in deltas]
-    inputs = with_measured([d.T @ d for d in units], measured and [measured[t] for t in kept], mix)
-    outputs = [d @ d.T for d in units]
-    values = torch.linalg.eigvalsh(sum(a * x for a, x in zip(w, inputs, strict=True)))
-    ridge = 0.01 * values.square().sum() / values.sum() / len(kept)
-    inputs = [x + ridge * torch.eye(i, dtype=torch.float64) for x in inputs]
-    outputs = [x + 10 / o * torch.eye(o, dtype=torch.float64) for x in outputs]
-    known = list(zip(w, units, inputs, outputs, strict=True))
-    fit = [a / float((g @ d @ k * d).sum()) for a, d, k, g in known]
-    total = sum(a * k for a, _, k, _ in known)
-    operator = sum(v * torch.kron(g, k) for v, (_, _, k, g) in zip(fit, known, strict=True))
-    columns = sum(v * k for v, (_, _, k, _) in zip(fit, known, strict=True))
-    inverse = torch.kron(torch.eye(o).double(), torch.linalg.inv(columns).contiguous())
-
-    def start(factors: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-        scaled = [b * d for b, d in zip(factors, deltas, strict=True)]
-        read = sum(a * d @ k for d, (a, _, k, _) in zip(scaled, known, strict=True))
-        first = (read @ torch.linalg.inv(total)).reshape(-1)
-        triples = zip(fit, scaled, known, strict=True)
-        wanted = sum(v * (g @ d @ k) for v, d, (_, _, k, g) in triples).reshape(-1)
-        residual = wanted - operator @ first
-        return first, inverse @ residual, residual
-
-    first, step, residual = start([1.0] * len(kept))
-    length = float(step @ residual / (step @ operator @ step))
-    whole = (first + length * step).reshape(o, i)
-    first, step, _ = start(own)
-    part = (first + length * step).reshape(o, i)
     pairs = [(s, t) for s in range(len(kept)) for t in range(s)]
+    units = [delta / delta.norm() for delta in deltas]
     cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
     unlike = 1 - min(1, max(0, sum(cosines) / sum(w[s] * w[t] for s, t in pairs)))
-    return base + lambda_ * 0.9 * (
-        (1 - 0.2 * unlike) * part + 0.6 * unlike * naive_flattened(whole, part)
-    )
+    return base + lambda_ * naive_flattened(whole, part, unlike)
 
 
-def naive_flattened(whole: Tensor, part: Tensor) -> Tensor:
-    """σ̄ U Vᵀ of U diag(σ) Vᵀ, and what is as linear in a part, by the polynomial of each σ."""
-    if whole.shape[0] > whole.shape[1]:
-        return naive_flattened(whole.T, part.T).T
+def naive_flattened(whole: Tensor, part: Tensor, unlike: float = 1.0) -> Tensor:
+    """X / ‖X‖ + 0.7 α F / ‖F‖ in the size of X, and what is as linear in a part of it."""
+    turned = whole.shape[0] >= whole.shape[1]
+    whole, part = (whole.T, part.T) if turned else (whole, part)
     left, values, _ = torch.linalg.svd(whole, full_matrices=False)
-    sizes, factors = values / whole.norm(), torch.ones_like(values)
-    for a, b, c in [(3.4445, -4.775, 2.0315)] * 4 + [(1.5, -0.5, 0.0)] * 2:
-        step = a + b * sizes**2 + c * sizes**4
-        sizes, factors = sizes * step, factors * step
-    return (left * factors) @ left.T @ part / whole.norm() * float((sizes * values).mean())
+    factors = 1 / (values**2 + 0.005 * (values**4).sum() / (values**2).sum())
+    share = 0.7 * unlike * whole.norm() / (values * factors).norm()
+    found = part + share * (left * factors) @ left.T @ part
+    flat = values + share * values * factors
+    found = found * whole.norm() / flat.norm()
+    return found.T if turned else found
 
 
 def naive_mean(

@@ -22,9 +22,7 @@ from reference import (
 from tiny_models import tiny_model
 
 from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
-from mergekit_ace.algebra.plus import TwoSided
 from mergekit_ace.algebra.ridge import MeasuredInputs
-from mergekit_ace.algebra.task_vectors import select_active
 
 WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
 
@@ -96,7 +94,7 @@ def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout):
     regression = (naive_table if layout == "table" else naive_relative)(base, experts)
     orthogonal = naive_tsv_m(deltas_of(base, experts))
     total = 0.72 * (regression - base.double()) + 0.28 * orthogonal
-    assert task_vector_error(merged, base.double() + 0.9 * total, base) <= 1e-9
+    assert task_vector_error(merged, base.double() + total, base) <= 1e-9
 
 
 def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
@@ -106,25 +104,8 @@ def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
     other[8:, 6:] = torch.randn(12, 10, generator=rng).double()
     merged, _ = plus(base, [one, other])
     both = one + other
-    expected = 0.9 * (0.8 * both + 0.6 * naive_flattened(both, both))
+    expected = naive_flattened(both, both)
     assert task_vector_error(merged, expected, base) <= 0.1
-
-
-def test_inputs_that_are_shared_hurt_less_where_outputs_are_not(rng):
-    """The regression on inputs alone takes the mean; the one on both keeps each expert's rows."""
-    base = torch.zeros(200, 40, dtype=torch.float64)
-    one, other = base.clone(), base.clone()
-    inputs = torch.randn(6, 40, generator=rng).double()
-    one[:10] = torch.randn(10, 6, generator=rng).double() @ inputs
-    other[10:20] = torch.randn(10, 6, generator=rng).double() @ inputs
-    active = select_active(base, [one, other], [1.0, 1.0], torch.float64)
-    deltas = torch.stack([one, other])
-    problem = TwoSided(deltas, active, RelativeOptions().ridge, MeasuredInputs())
-    regression = problem.step([1.0, 1.0])[0] * problem.largest
-    kept = []
-    for found in (regression, naive_relative(base, [one, other])):
-        kept.append(float((found * (one + other)).sum() / (one + other).square().sum()))
-    assert kept[0] > 0.75 > 0.65 > kept[1]
 
 
 @pytest.mark.parametrize("unit", [1e-30, 1e-12, 1.0, 1e12, 1e30])
@@ -139,7 +120,7 @@ def test_the_unit_of_the_weights_does_not_count(rng, unit):
 def test_experts_that_agree_or_cancel(rng):
     base, (one, other) = family(rng, 16, 24, 2)
     merged, _ = plus(base, [one, one.clone()])
-    assert task_vector_error(merged, base + 0.9 * (one.double() - base), base) <= 1e-9
+    assert task_vector_error(merged, one, base) <= 1e-9
     merged, _ = plus(torch.zeros(16, 24), [other - base, base - other])
     assert merged.norm() <= 1e-6 * (other - base).norm()
     merged, _ = plus(base, [one, base.clone()])

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import (
-    LONGEST,
-    ORTHOGONAL_SHARE,
-    STRENGTH,
-    add_orthogonal_sum,
-    merge_two_sided,
-)
+from mergekit_ace.algebra.plus import ORTHOGONAL_SHARE, add_orthogonal_sum
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -53,6 +47,8 @@ CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
 UNMEASURED = MeasuredInputs()
+# So many times as long as wide are embeddings that are the head as well, and no other matrices.
+LONGEST = 8
 CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
@@ -201,9 +197,9 @@ def merge_tensor(
         select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
     )
     fixed = resolve_layout(layout, None, base.ndim)
-    formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)
+    known: dict[str, Any] = {"options": options, "layout": fixed, "measured": measured}
+    formula = partial(_merge_plus, **known)
     if isinstance(options, AceOptions | RelativeOptions):
-        known = {"options": options, "layout": fixed, "measured": measured}
         formula = partial(_merge_one_sided, **known, refinement=given[-1])
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
@@ -215,16 +211,18 @@ def _merge_plus(
     layout: FixedLayout,
     measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix by `ace_plus`: a table or a long one as the sum of two merges."""
-    if layout != "table" and max(active.shape) <= LONGEST * min(active.shape):
-        return merge_two_sided(base, active, RelativeOptions().ridge, options.scale, measured)
-    scale = STRENGTH * (1 - ORTHOGONAL_SHARE) * options.scale
+    """Merge one matrix by `ace_plus`: embeddings as the sum of two merges."""
+    embeddings = layout == "table" or max(active.shape) > LONGEST * min(active.shape)
+    share = ORTHOGONAL_SHARE * embeddings
     relative = RelativeOptions.model_validate(
-        {"lambda": scale, "compute_dtype": options.compute_dtype}
+        {"lambda": (1 - share) * options.scale, "compute_dtype": options.compute_dtype}
     )
-    merged, record = _merge_one_sided(base, active, relative, layout, measured)
-    scale = STRENGTH * ORTHOGONAL_SHARE * options.scale
-    return add_orthogonal_sum(merged, base, active, scale), replace(record, rule="ace_plus")
+    merged, record = _merge_one_sided(
+        base, active, relative, layout, measured, flattens=not embeddings
+    )
+    if embeddings:
+        merged = add_orthogonal_sum(merged, base, active, share * options.scale)
+    return merged, replace(record, rule="ace_plus")
 
 
 def merge_matrix(
@@ -252,6 +250,7 @@ def _merge_one_sided(
     layout: FixedLayout,
     measured: MeasuredInputs,
     refinement: float = 1.0,
+    flattens: bool = False,  # as `ace_plus` does
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     if layout == "table" and isinstance(options, RelativeOptions):
@@ -287,7 +286,8 @@ def _merge_one_sided(
         return merge_mean(base, active, options.scale)
     if problem.measured:
         known["mix"] = measured.mix
-    problem = replace(problem, rank=rank, refinement=refinement)
+    sizes = [active.tau[t] for t in problem.experts] if flattens else ()
+    problem = replace(problem, rank=rank, refinement=refinement, sizes=sizes)
     return merge_by_ridge(base, active, problem, options.scale, **known)
 
 

@@ -30,6 +30,7 @@ from mergekit_ace.algebra.linalg import (
     product,
     solve,
 )
+from mergekit_ace.algebra.plus import flatten_spectrum, measure_unlikeness
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     IllConditionedError,
@@ -124,6 +125,7 @@ class Regression:
     ridged_mean: bool = False  # whether the mean of the estimates in R has the ridges (Eq. 15)
     rank: int = 0  # k of the refinement, 0 without
     refinement: float = 1.0  # its coefficient
+    sizes: Sequence[float] = ()  # τ_t, where the spectrum of X is flattened, as of `ace_plus`
 
     def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
         """Return ε̄ and the trace of S, or K, which has its trace and its norm."""
@@ -231,14 +233,20 @@ def _closed_form(
     solver = _solve_dual if dual else _solve_primal
     component, strength = None, vectors.means.new_zeros(())
     ones = [1.0] * len(coefficients)
-    merged, residual, numbers = solver(problem, vectors, ones if problem.rank else coefficients)
+    finished = bool(problem.rank or problem.sizes)  # by what is made of X with all λ_t at 1
+    whole, residual, numbers = solver(problem, vectors, ones if finished else coefficients)
+    merged = whole
     if residual is not None:
-        component, strength = _refine(problem, vectors, merged, residual.add_(merged))
-        if coefficients != ones:
-            merged, _, numbers = solver(replace(problem, rank=0), vectors, coefficients)
+        component, strength = _refine(problem, vectors, whole, residual.add_(whole))
+    if finished and coefficients != ones:
+        merged, _, numbers = solver(replace(problem, rank=0), vectors, coefficients)
     numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
+    if problem.sizes:
+        stacks = map(vectors.block, vectors.blocks)
+        unlikeness = measure_unlikeness(stacks, problem.sizes, problem.shares())
+        merged = flatten_spectrum(whole, merged, unlikeness)
     return merged, numbers
 
 

@@ -9,9 +9,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ace import (
+    LONGEST,
+    AceOptions,
+    PlusOptions,
+    RelativeOptions,
+    merge_tensor,
+)
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import LONGEST
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
@@ -186,23 +191,23 @@ class RelativeAceMerge(RidgeMethod):
 
 
 class PlusAceMerge(RidgeMethod):
-    """The regression of ACE on inputs and outputs, and TSV-Merge's sum in embeddings; ours."""
+    """`ace_relative` with a flatter spectrum, and TSV-Merge's sum in embeddings; ours."""
 
     spec = method_spec(
         "ace_plus",
-        "ACE-Merging of inputs and outputs",
+        "ACE-Merging with a flatter spectrum",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(PlusOptions), RelativeAceMerge.table_layout, *INPUTS),
+        (WEIGHT, *option_parameters(PlusOptions), SIDE, RelativeAceMerge.table_layout, *INPUTS),
     )
     summary = (
-        "Solves ACE-Merging's regression for inputs and outputs at once, so that experts "
-        "compromise only where they share both, and flattens its spectrum; ours, not the paper's."
+        "Solves the regression of `ace_relative`, and strengthens the directions that are weak in "
+        "its result where experts are unlike; ours, not the paper's."
     )
-    own_rule = "merged by the regression on inputs and outputs"
+    own_rule = "merged by the closed form, with a flatter spectrum"
     options_class = PlusOptions
     ill_conditioned = ""
     citations = cited("xu2026ace", "gargiulo2025tsv")
-    products = 12.0  # squares, right sides, weights, a start, a step and what flattens the spectrum
+    products = 3.0  # the system, the numerator and what flattens the spectrum
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
         if settings.layout == "table":  # whose orthogonal sum is one of a matrix
@@ -210,8 +215,6 @@ class PlusAceMerge(RidgeMethod):
         return super().work(settings, shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        entries, small = rows * columns, min(rows, columns)
-        if max(rows, columns) > LONGEST * small:
-            return 8 * (experts + 3) * entries
-        squares = (experts + 2) * columns**2 + experts * small**2
-        return 4 * ((2 * experts + 7) * entries + squares)
+        if max(rows, columns) > LONGEST * min(rows, columns):
+            return 8 * (experts + 3) * rows * columns
+        return super().working(rows, columns, experts) + 12 * rows * columns

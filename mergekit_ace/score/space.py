@@ -133,9 +133,8 @@ class SearchedMerge:
         content = deepcopy(self._content)
         parameters = content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
         if self._has_components:
-            if self.method != "ace_plus":  # which weighs both sides
-                # Of adapters, too: coefficients belong to covariances of inputs.
-                parameters["side"] = "inputs"
+            # Of adapters, too: coefficients belong to covariances of inputs.
+            parameters["side"] = "inputs"
             if set(weights) != {1.0}:
                 parameters["coefficients"] = str(coefficients.resolve())
                 if not coefficients.exists():  # else a merge by them would begin anew
