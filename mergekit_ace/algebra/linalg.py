@@ -67,19 +67,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return torch.from_numpy(np.matmul(left.detach().numpy(), right.detach().numpy()))
 
 
-def products(left: Tensor, right: Tensor, parts: Sequence[slice]) -> Tensor:
-    """Return the L_t R_t, (T, m, n), of all experts, by parts of them."""
-    every = left.new_empty(len(left), left.shape[1], right.shape[2])
-    for part in parts:
-        every[part] = product(left[part], right[part])
-    return every
-
-
-def add_product_(total: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> Tensor:
-    """Add α L R to a matrix, (m, n), in place; arguments as of `product`."""
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add L R to a matrix, (m, n), in place; arguments as of `product`."""
     if total.device.type != "cpu":
-        return total.addmm_(left, right, alpha=alpha)
-    return total.add_(product(left, right), alpha=alpha)
+        return total.addmm_(left, right)
+    return total.add_(product(left, right))
 
 
 def gram(factor: Tensor) -> Tensor:
