@@ -100,7 +100,7 @@ def merge_family(row: Row, family: Family, base: State, experts: Mapping[str, St
     for name, folder in family.experts.items():
         models[ModelReference.model_validate(str(folder))] = experts[name]
     parameters = dict(row.parameters)
-    if family.adapters and row.method in ("ace", "ace_relative"):
+    if family.adapters and row.method.startswith("ace"):
         parameters["side"] = "outputs"  # as the command does that sees adapters
     if family.layers and row.method == "lines":
         parameters["layers"] = family.layers
