@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -170,19 +171,58 @@ def orthogonal_factor(matrix: Tensor) -> Tensor:
 
 
 def orthogonal_sum(
-    deltas: Sequence[Tensor], rank: int, floors: Sequence[float], coefficients: Sequence[float]
+    base: Tensor | None,
+    experts: Sequence[Tensor],
+    rank: int,
+    floors: Sequence[float],
+    coefficients: Sequence[float],
 ) -> Tensor:
     """Return TSV-Merge's sum, (o, i), float64 (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
-    and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ.
+    and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ. Without a base the experts
+    are the Δ_t, none of them zero. The longer side is worked on by blocks: U⊥ = P diag(1/σ) C^-½
+    with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
     """
-    given = zip(deltas, floors, strict=True)
-    parts = [leading_directions(delta, rank, floor) for delta, floor in given]
-    left = orthogonal_factor(torch.cat([part.left for part in parts], dim=1))
-    right = orthogonal_factor(torch.cat([part.right for part in parts], dim=1))
-    values = [part.values * a for part, a in zip(parts, coefficients, strict=True)]
-    return (left * torch.cat(values)) @ right.mT
+    turned = experts[0].shape[0] < experts[0].shape[1]
+    origin, *versions = (x.mT if x is not None and turned else x for x in (base, *experts))
+    parts = list(blocks(*versions[0].shape, versions[0].device))
+
+    def delta(version: Tensor, rows: slice) -> Tensor:
+        block = version[rows].double()
+        return block if origin is None else block - origin[rows]
+
+    scales, rights = [], []
+    for version in versions:
+        # Squares of the tiniest and the largest entries leave the range of float64.
+        largest = [delta(version, rows).abs().max() for rows in parts]
+        scales.append(float(torch.stack(largest).max()))
+        squares = (gram(delta(version, rows).mT / scales[-1]) for rows in parts)
+        square = reduce(Tensor.add_, squares)
+        rights.append(leading_eigenpairs(square, min(rank, len(square)))[1].contiguous())
+
+    def project(rows: slice) -> Tensor:
+        scaled = (delta(v, rows) / scale for v, scale in zip(versions, scales, strict=True))
+        return torch.cat([product(*pair) for pair in zip(scaled, rights, strict=True)], dim=1)
+
+    formed = [project(rows) for rows in parts if len(parts) == 1]
+    square = reduce(Tensor.add_, (gram(block.mT) for block in formed or map(project, parts)))
+    values = square.diagonal().sqrt().view(len(scales), -1)
+    numbers = zip(scales, floors, coefficients, strict=True)
+    table = values.new_tensor([[floor / scale, a * scale] for scale, floor, a in numbers])
+    kept = values > torch.maximum(WEAKEST * values.amax(dim=1, keepdim=True), table[:, :1])
+    total = torch.zeros_like(versions[0], dtype=torch.float64)
+    if kept.any():
+        strengths, values, kept = (values * table[:, 1:])[kept], values[kept], kept.flatten()
+        cosines = square[kept][:, kept] / torch.outer(values, values)
+        overlaps, vectors = leading_eigenpairs(cosines, len(cosines))
+        roots = overlaps.clamp(min=0).sqrt()
+        roots = torch.where(roots > WEAKEST * roots[:1], 1 / roots, 0)
+        mixing = product(vectors * roots, vectors.mT) * strengths / values[:, None]
+        mixing = product(mixing, orthogonal_factor(torch.cat(rights, dim=1)[:, kept]).mT)
+        for rows, block in zip(parts, formed or map(project, parts), strict=True):
+            total[rows] = product(block[:, kept], mixing)
+    return total.mT if turned else total
 
 
 # --multi-gpu merges tensors side by side, and the switches of torch and of the BLAS are global.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_vector, factorize, orthogonal_sum, product, solve
-from mergekit_ace.algebra.task_vectors import ActiveExperts, rounding_floors, task_vector
+from mergekit_ace.algebra.task_vectors import ActiveExperts, rounding_floors
 
 # ‖F‖ / ‖X‖ where experts have nothing in common.
 FLATTENED = 0.7
@@ -70,7 +70,6 @@ def measure_unlikeness(
 
 def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
     """Add TSV-Merge's sum of at least two experts times a scale to a matrix, (o, i), in place."""
-    deltas = [task_vector(expert, base, active.dtype) for expert in active.experts]
-    rank = max(1, min(active.shape) // len(deltas))
-    total = orthogonal_sum(deltas, rank, rounding_floors(base, active), active.coefficients)
+    rank, floors = max(1, min(active.shape) // len(active.experts)), rounding_floors(base, active)
+    total = orthogonal_sum(base, active.experts, rank, floors, active.coefficients)
     return merged.add_(total, alpha=scale)

@@ -9,13 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import (
-    LONGEST,
-    AceOptions,
-    PlusOptions,
-    RelativeOptions,
-    merge_tensor,
-)
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
@@ -215,6 +209,4 @@ class PlusAceMerge(RidgeMethod):
         return super().work(settings, shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        if max(rows, columns) > LONGEST * min(rows, columns):
-            return 8 * (experts + 3) * rows * columns
         return super().working(rows, columns, experts) + 12 * rows * columns

@@ -117,7 +117,7 @@ class TsvMerge(MatrixMethod):
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         count = len(matrices.deltas)
         rank = max(1, matrices.size // count)  # departure: the paper's share would be none
-        return orthogonal_sum(matrices.deltas, rank, matrices.floors, [1.0] * count), rank
+        return orthogonal_sum(None, matrices.deltas, rank, matrices.floors, [1.0] * count), rank
 
 
 class IsoCMerge(MatrixMethod):

@@ -41,10 +41,6 @@ TRAINING = {
 # The family of the judge that a row of "Which method" speaks of.
 RECOMMENDED = {  # where the table of methods says what to take for a family of the judge
     "smollm 40 steps": "language model |",
-    "smollm-control 40 steps, GPU": "language model |",
-    "smollm 160 steps, GPU": "trained long",
-    "smollm-muon 40 steps, GPU": "trained by Muon",
-    "smollm-sparse 40 steps, GPU": "moved few entries",
     "smollm-lora": "LoRA adapters |",
     "images": "unlike tasks",
 }
