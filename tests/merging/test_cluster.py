@@ -7,10 +7,12 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from checkpoints import ace_config
 from sharded import SHARDS, assert_same, command, finished, reported, tensors_of, write_config
 
@@ -81,8 +83,10 @@ def test_without_a_cluster(tmp_path, llamas, merge, monkeypatch, address, messag
 
 
 @pytest.mark.parametrize("flags", [("-j", 5), ("--device", "cuda")])
-def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, flags):
+def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, request, flags):
     """The merge would wait for ever."""
+    # Five threads on two cores would slow down whatever this process tests afterwards.
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr("torch.get_num_threads", lambda: 5)
     text = merge(ace_config(llamas), "--ray", cluster.address, *flags, fails=True)
     assert "no node of the cluster has room for a worker" in text
