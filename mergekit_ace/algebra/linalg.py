@@ -185,8 +185,10 @@ def orthogonal_sum(
     with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
     """
     turned = experts[0].shape[0] < experts[0].shape[1]
-    origin, *versions = (x.mT if x is not None and turned else x for x in (base, *experts))
-    parts = list(blocks(*versions[0].shape, versions[0].device))
+    origin = base.mT if base is not None and turned else base
+    versions = [expert.mT if turned else expert for expert in experts]
+    length, side = versions[0].shape
+    parts = list(blocks(length, side, versions[0].device))
 
     def delta(version: Tensor, rows: slice) -> Tensor:
         block = version[rows].double()
@@ -199,7 +201,7 @@ def orthogonal_sum(
         scales.append(float(torch.stack(largest).max()))
         squares = (gram(delta(version, rows).mT / scales[-1]) for rows in parts)
         square = reduce(Tensor.add_, squares)
-        rights.append(leading_eigenpairs(square, min(rank, len(square)))[1].contiguous())
+        rights.append(leading_eigenpairs(square, min(rank, side))[1].contiguous())
 
     def project(rows: slice) -> Tensor:
         scaled = (delta(v, rows) / scale for v, scale in zip(versions, scales, strict=True))
