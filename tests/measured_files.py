@@ -24,7 +24,7 @@ from mergekit_ace.files.statistics import (
 from mergekit_ace.methods.base import TaskVectorMethod
 from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 
-Kind = Literal["covariance", "counts", "fisher"]
+Kind = Literal["covariance", "fisher"]
 
 
 def random_covariance(rng: torch.Generator, columns: int, rank: int | None = None) -> Tensor:
@@ -67,8 +67,7 @@ def write_statistics(
             )
         )  # fmt: skip
     names = dict.fromkeys([*others, *(name for own in measured.values() for name in own)])
-    kinds = ["fisher"] * ("fisher" in measured)
-    kinds += ["covariances"] * bool({"covariance", "counts"} & set(measured))
+    kinds = ["fisher"] * ("fisher" in measured) + ["covariances"] * ("covariance" in measured)
     index = StatisticsIndex(
         base_model="base",
         measured=tuple(kinds),
@@ -78,7 +77,6 @@ def write_statistics(
                 name=name,
                 stored=(name,),
                 inputs=name if name in measured.get("covariance", ()) else None,
-                counted=name in measured.get("counts", ()),
                 fisher=name in measured.get("fisher", ()),
             )
             for name in names

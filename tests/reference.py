@@ -41,7 +41,7 @@ def naive_ace(
     spectral_refinement: str = "auto",
     rank_fraction: float = 0.3,
     refinement_mean: str = "plain",
-    centred: bool = True,
+    centred: bool = True,  # False only of `ace_relative`
     coefficients: list[float] | None = None,
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
@@ -144,8 +144,6 @@ def naive_table(
     lambda_: float = 1.0,
     epsilon: float = 0.01,
     coefficients: list[float] | None = None,
-    counts: list[Tensor] | None = None,
-    mix: float = 0.0,
 ) -> Tensor:
     """`ace_relative` of a table of rows, (n, d): the mean of each row, by who has moved it."""
     own = [1.0] * len(experts) if coefficients is None else coefficients
@@ -153,10 +151,8 @@ def naive_table(
     merged = base.double().clone()
     for v in range(len(base)):
         asked = []
-        for t, delta, weight_of in zip(kept, deltas, w, strict=True):
+        for delta, weight_of in zip(deltas, w, strict=True):
             share = delta[v].square().sum() / delta.square().sum()
-            if counts is not None:
-                share = (1 - mix) * share + mix * counts[t][v] / counts[t].sum()
             asked.append(weight_of * (share + epsilon / len(base)))
         if sum(asked) > 0:
             parts = zip(kept, deltas, asked, strict=True)

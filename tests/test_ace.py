@@ -44,9 +44,8 @@ def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales):
     prior=[True, False],
     ridge=[("absolute", 1e-3), ("relative", 1e-3), ("spectrum", 1e-2), ("absolute", 1e4)],
     mean=["plain", "ridged"],
-    centred=[True, False],
 )
-def test_every_switch(rng, shape, dtype, normalization, refinement, prior, ridge, mean, centred):
+def test_every_switch(rng, shape, dtype, normalization, refinement, prior, ridge, mean):
     base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
     switches = {
         "adaptive_normalization": normalization,
@@ -56,7 +55,6 @@ def test_every_switch(rng, shape, dtype, normalization, refinement, prior, ridge
         "epsilon": ridge[1],
         "rank_fraction": 0.45,
         "refinement_mean": mean,
-        "centred": centred,
     }
     options = AceOptions(**switches, scale=0.7, compute_dtype=dtype)
     copies = [tensor.clone() for tensor in (base, *experts)]

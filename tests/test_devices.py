@@ -42,7 +42,7 @@ def parameters_of(method: TaskVectorMethod, tensors: list[Tensor], folder: Path)
         return dict(PARAMETERS.get(method.spec.name, {}))
     rng, experts, shape = torch.Generator().manual_seed(1), (1, 2, 3), tensors[0].shape
     fisher = [torch.rand(shape, generator=rng) for _ in experts]
-    measured: dict[Kind, dict[str, list[Tensor]]] = {"fisher": {"w": fisher}, "counts": {}}
+    measured: dict[Kind, dict[str, list[Tensor]]] = {"fisher": {"w": fisher}, "covariance": {}}
     if len(shape) == 2 and 0 not in shape:
         measured["covariance"] = {"w": [random_covariance(rng, shape[1]) for _ in experts]}
     return {"statistics": write_statistics(folder / "statistics", measured, [*map(str, experts)])}

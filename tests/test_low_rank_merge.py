@@ -64,7 +64,7 @@ REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 CASES = {
     "ace": [
         {},
-        {"structural_prior": False, "centred": False},
+        {"structural_prior": False},
         {"epsilon": 0.1, "epsilon_scale": "absolute"},
         {"epsilon": 0.0},  # by a tall matrix: without a ridge, wide ones have no solution
         {"epsilon": 0.1, "epsilon_scale": "relative", "adaptive_normalization": "always"},
@@ -76,7 +76,6 @@ CASES = {
     "ace_relative": [
         {},
         {"side": "outputs", "epsilon": 1.0},
-        {"centred": True, "structural_prior": True},
         {"weight": [1.0, 2.0, 0.5], "lambda": 1.4},
     ],
     "ace_plus": [{}, {"weight": [1.0, 2.0, 0.5], "lambda": 1.4}],

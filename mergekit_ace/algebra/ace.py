@@ -49,7 +49,6 @@ NOTHING = 1e-10
 UNMEASURED = MeasuredInputs()
 # So many times as long as wide are embeddings that are the head as well, and no other matrices.
 LONGEST = 8
-CENTRED = "Whether the column means of Δ_t are taken out (Eq. 5)."
 
 
 class PlusOptions(BaseModel):
@@ -133,20 +132,10 @@ class AceOptions(RidgeOptions):
     rank_fraction: Fraction = Field(
         default=0.3, description="Share k / min(o, i) of the directions that are refined."
     )
-    centred: bool = Field(
-        default=True,
-        description=f"{CENTRED} X then has no mean row: a shift of all outputs alike is lost.",
-    )
 
 
 class RelativeOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace_relative`."""
-
-    centred: bool = Field(default=False, description=f"{CENTRED} Not of tables.")
-    structural_prior: bool = Field(
-        default=False,
-        description="Whether ACE's rank-one prior enters (Eqs. 11-13); not for tables.",
-    )
+    """What may be chosen per tensor of `ace_relative`, which neither centres nor has a prior."""
 
 
 def merge_tensor(
@@ -254,7 +243,7 @@ def _merge_one_sided(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     if layout == "table" and isinstance(options, RelativeOptions):
-        return merge_table(base, active, options, measured)
+        return merge_table(base, active, options)
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
@@ -299,9 +288,10 @@ def _regression(
     measured: MeasuredInputs,
 ) -> Regression | None:
     """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate."""
-    traces = dict(enumerate(active.traces if options.centred else active.tau))
+    of_ace = options if isinstance(options, AceOptions) else None
+    traces = dict(enumerate(active.traces if of_ace else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
-        if options.centred and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
+        if of_ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
     if normalized or options.epsilon_scale == "relative":  # 0 is no divisor (departure)
@@ -321,7 +311,7 @@ def _regression(
             factor *= 1 - measured.mix
         scales.append(factor)
     prior = 0.0
-    if options.structural_prior:
+    if of_ace and of_ace.structural_prior:
         prior = sum(active.tau) / len(active.tau) if normalized else 1.0
     return Regression(
         experts=tuple(traces),
@@ -329,27 +319,19 @@ def _regression(
         ridges=ridges,
         spectral=options.ridge if options.epsilon_scale == "spectrum" else None,
         measured=found,
-        centred=options.centred,
+        centred=of_ace is not None,
         prior=prior,
-        ridged_mean=isinstance(options, AceOptions) and options.refinement_mean == "ridged",
+        ridged_mean=of_ace is not None and of_ace.refinement_mean == "ridged",
     )
 
 
 def merge_table(
-    base: Tensor,
-    active: ActiveExperts,
-    options: RelativeOptions,
-    measured: MeasuredInputs = UNMEASURED,
+    base: Tensor, active: ActiveExperts, options: RelativeOptions
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge a table of looked-up rows, (n, d), such as embeddings, that at least two changed.
 
-    X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n. Measured shares of
-    lookups take the place of a share of the first term.
+    X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n.
     """
-    known = {}
-    asked = [measured.count(position) for position in active.positions]
-    if any(found is not None for found in asked):
-        known["mix"] = measured.mix
     merged = base.to(active.dtype, copy=True)
     tau, weights, coefficients = merged.new_tensor(
         [active.tau, active.weights, active.coefficients], dtype=torch.float64
@@ -358,15 +340,12 @@ def merge_table(
         stack = form_stack(base[rows], [expert[rows] for expert in active.experts], active.dtype)
         # in float64: squares of a far weaker expert's entries leave the range of float32
         counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
-        for count, found in zip(counts, asked, strict=True):
-            if found is not None:
-                count.lerp_(found[rows].to(count), measured.mix)
         counts = counts.add_(options.ridge / len(base)).mul_(weights)
         total = counts.sum(dim=0)
         counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
         counts.mul_(coefficients * options.scale)
         merged[rows] += stack.mul_(counts[:, :, None]).sum(dim=0)
-    return merged, active.record("ace_relative", **known)
+    return merged, active.record("ace_relative")
 
 
 def split_tensor(

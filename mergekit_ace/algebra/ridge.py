@@ -90,24 +90,18 @@ class MeasuredCovariance:
 
 @dataclass(frozen=True)
 class MeasuredInputs:
-    """What was measured of the inputs of one tensor; entries in the order of all experts.
+    """What was measured of the inputs of one matrix; entries in the order of all experts.
 
-    Both kinds of covariances are brought to one trace before they are mixed.
+    Measured and estimated covariances are brought to one trace before they are mixed.
     """
 
-    covariances: tuple[MeasuredCovariance | None, ...] = ()  # of a matrix; None: no sample came
-    counts: tuple[Tensor | None, ...] = ()  # of a table, how often each row was looked up, (n,)
+    covariances: tuple[MeasuredCovariance | None, ...] = ()  # None: no sample came
     mix: float = 1.0  # share of the measured in the covariances of a merge, 0 to 1
 
     def covariance(self, position: int) -> MeasuredCovariance | None:
         """Return that of one expert, if it says anything."""
         found = self.covariances[position] if self.covariances and self.mix > 0 else None
         return found if found is not None and found.trace > 0 else None
-
-    def count(self, position: int) -> Tensor | None:
-        """Return the counts of one expert as shares, (n,), in float64, if there are any."""
-        found = self.counts[position] if self.counts and self.mix > 0 else None
-        return None if found is None or not found.any() else found.double() / found.double().sum()
 
 
 @dataclass(frozen=True)

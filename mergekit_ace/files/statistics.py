@@ -2,11 +2,10 @@
 """What `mergekit-ace statistics` measured of experts on samples, for merge methods to read.
 
 A folder with `statistics.json`, which is written last, and safetensors files of each expert. These
-hold, per token or sample, in float32 (counts in int64):
+hold, per token or sample, in float32:
 
 * `covariance/NAME`: the lower triangle of X_tᵀX_t/n_t of the inputs of a linear layer, packed row
   by row (`algebra.ridge`), once for all layers with the same inputs, under the first one's name;
-* `counts/NAME`: how often each row of a table of embeddings was looked up;
 * `fisher/NAME`: the diagonal of the Fisher information, shaped as the tensor.
 """
 
@@ -71,7 +70,6 @@ class MeasuredTensor(MergedTensor):
     """Tensor of the models; `stored` has further names in memory, too, where it is tied."""
 
     inputs: str | None = None  # NAME of its covariance; None where nothing was measured
-    counted: bool = False  # whether there are counts
     fisher: bool = False  # whether there is Fisher information, shaped as it is stored
 
 

@@ -298,13 +298,10 @@ class MeasuredLookup:
         self._tensor = tensor
 
     def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
-        """Return covariances of a matrix, or counts of a table, of a shape as stored; else none."""
+        """Return covariances of a matrix of a shape as stored; none of other tensors."""
         layout = self._settings.layout
-        if len(shape) != 2 or layout not in ("matrix", "transposed", "table"):
+        if len(shape) != 2 or layout not in ("matrix", "transposed"):
             return MeasuredInputs(mix=mix)
-        if layout == "table":
-            counts = self._read(f"counts/{self._tensor.name}", shape[:1])
-            return MeasuredInputs(counts=tuple(counts), mix=mix)
         columns = shape[1] if layout == "matrix" else shape[0]
         packed = self._read(f"covariance/{self._tensor.inputs}", (packed_size(columns),))
         covariances = (p if p is None else MeasuredCovariance(p, columns) for p in packed)

@@ -33,8 +33,7 @@ from mergekit_ace.training.tasks import Example, head_modules, write_own_texts
 
 OWN_TEXTS = 16  # that an expert without data writes
 _AT_ONCE = 8  # samples whose answers are written at once
-LINEAR, TABLE = (nn.Linear, Conv1D), (nn.Embedding,)
-Modules = dict[str, list[nn.Module]]  # of one kind, by the names of their weights in memory
+Modules = dict[str, list[nn.Module]]  # linear layers by the names of their weights in memory
 
 
 class StatisticsConfig(TrainConfig):
@@ -63,7 +62,7 @@ def measure_statistics(
         for _, data in config.sources:  # mistakes in it show before the first model reads
             read_rows(data, config.training.seed)
         tensors = describe_tensors(models, load_reader(models, 0))
-        known = {"covariances": [one.inputs or one.counted for one in tensors]}
+        known = {"covariances": [one.inputs is not None for one in tensors]}
         known["fisher"] = [one.fisher for one in tensors]
         for kind in (kind for kind in config.measure if not any(known[kind])):
             said = f"{config.base_model} has nothing of which {kind} could be measured"
@@ -98,10 +97,9 @@ def describe_tensors(models: Models, reader: SampleReader) -> tuple[MeasuredTens
     """Return all tensors of the first expert, with the names they have in memory and on disk."""
     model, on_disk = reader.model, map_folder(models.experts[0])
     merged = models.merged_names(model)
-    tables = modules_of(model, merged, TABLE)
     rows = read_rows(reader.data, models.config.training.seed)
     samples = reader.read(rows.select(range(min(_AT_ONCE, len(rows)))), "first", 1, quiet=True)
-    inputs = shared_inputs(reader, samples[0], modules_of(model, merged, LINEAR))
+    inputs = shared_inputs(reader, samples[0], linear_layers(model, merged))
     parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
     every = dict(model.named_parameters(remove_duplicate=False))
     tensors = []
@@ -113,7 +111,6 @@ def describe_tensors(models: Models, reader: SampleReader) -> tuple[MeasuredTens
             name=name,
             stored=tuple(dict.fromkeys((*stored, *tied))),
             inputs=inputs.get(name),
-            counted=name in tables,
             fisher=name in merged and same,
         ))  # fmt: skip
     buffers = (MeasuredTensor(name=name, stored=()) for name, _ in model.named_buffers())
@@ -173,13 +170,13 @@ def measure_expert(
         return MeasuredExpert.model_validate_json(opened.metadata()["expert"])
 
 
-def modules_of(model: nn.Module, names: Iterable[str], types: tuple[type, ...]) -> Modules:
-    """Return the modules of some types whose weights are named: of a tied one several."""
+def linear_layers(model: nn.Module, names: Iterable[str]) -> Modules:
+    """Return the linear layers whose weights are named: of a tied one several."""
     known = {id(model.get_parameter(name)): name for name in names}
     found: Modules = {}
     for module in model.modules():
         name = known.get(id(getattr(module, "weight", None)))
-        if name is not None and isinstance(module, types):
+        if name is not None and isinstance(module, nn.Linear | Conv1D):
             found.setdefault(name, []).append(module)
     return found
 
@@ -209,37 +206,27 @@ def sum_inputs(
     reader: SampleReader, samples: Iterable[Example], tensors: Sequence[MeasuredTensor],
     device: torch.device,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return X_tᵀX_t/n_t of linear layers, packed, and counts of tables, over samples.
+    """Return X_tᵀX_t/n_t of linear layers, packed, over samples.
 
-    `covariance/NAME` is (i (i + 1)/2,) in float32, and `counts/NAME` (n,) in int64, on the CPU. A
-    layer that nothing came to has zeros.
+    `covariance/NAME` is (i (i + 1)/2,) in float32, on the CPU. A layer that nothing came to has
+    zeros.
     """
     model, leaders = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
-    linear = modules_of(model, leaders, LINEAR)
-    tables = modules_of(model, [one.name for one in tensors if one.counted], TABLE)
+    linear = linear_layers(model, leaders)
     rows = dict.fromkeys(leaders, 0)
     sizes = {name: _input_size(layers) for name, layers in linear.items()}
     sums = {name: torch.zeros(size, size, device=device) for name, size in sizes.items()}
-    counts = {
-        name: torch.zeros(len(model.get_parameter(name)), dtype=torch.int64, device=device)
-        for name in tables
-    }
 
     def add(name: str, given: Tensor) -> None:
         inputs = given.reshape(-1, given.shape[-1]).to(device, torch.float32)
         add_product_(sums[name], inputs.mT, inputs)
         rows[name] += len(inputs)
 
-    def count(name: str, given: Tensor) -> None:
-        counts[name] += given.flatten().to(device).bincount(minlength=len(counts[name]))
-
-    with watched(linear, add), watched(tables, count):
+    with watched(linear, add):
         for sample in samples:  # one by one: there is no padding to leave out
             reader.logits([sample])
-    found = {f"counts/{name}": total.cpu() for name, total in counts.items()}
-    for name in leaders:
-        found[f"covariance/{name}"] = pack(sums.pop(name).div_(max(1, rows[name])).cpu())
-    return found
+    means = ((name, sums.pop(name).div_(max(1, rows[name]))) for name in leaders)
+    return {f"covariance/{name}": pack(mean.cpu()) for name, mean in means}
 
 
 def sum_fisher(

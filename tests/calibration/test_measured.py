@@ -9,7 +9,7 @@ from covering import covered
 from matrices import HETEROGENEOUS, family
 from measured_files import in_memory, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
-from reference import naive_ace, naive_relative, naive_table, task_vector_error
+from reference import naive_ace, naive_relative, task_vector_error
 
 from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_matrix, merge_tensor
 from mergekit_ace.algebra.ridge import MeasuredInputs
@@ -21,9 +21,8 @@ def measured(covariances, mix: float) -> MeasuredInputs:
     return MeasuredInputs(covariances=in_memory(covariances), mix=mix)
 
 
-CENTRED = {"centred": True, "structural_prior": True}
 FORCED = {"adaptive_normalization": "always", "spectral_refinement": "always", "epsilon": 1e-3}
-PLAIN = {"epsilon": 1e-3, "epsilon_scale": "relative", "centred": False}
+PLAIN = {"epsilon": 1e-3, "epsilon_scale": "relative"}
 
 
 @covered(
@@ -36,7 +35,6 @@ PLAIN = {"epsilon": 1e-3, "epsilon_scale": "relative", "centred": False}
         (naive_ace, AceOptions, FORCED),
         (naive_ace, AceOptions, {"structural_prior": False}),
         (naive_relative, RelativeOptions, {}),
-        (naive_relative, RelativeOptions, CENTRED),
     ],
 )
 def test_matrices(rng, mix, shape, scales, method):
@@ -71,19 +69,6 @@ def test_experts_without_a_measurement_or_a_change(rng):
     pair = [covariances[0], covariances[2]]
     expected, _ = merge_matrix(base, experts[:2], measured=measured(pair, 0.5))
     torch.testing.assert_close(merged, expected)
-
-
-@pytest.mark.parametrize("mix", [0.25, 1.0])
-def test_tables_by_how_often_rows_are_asked_for(rng, mix):
-    base, experts = family(rng, 20, 6, 3)
-    counts = [torch.randint(0, 9, (20,), generator=rng) for _ in experts]
-    expected = naive_table(base, experts, counts=counts, mix=mix)
-    found = MeasuredInputs(counts=tuple(counts), mix=mix)
-    merged, record = merge_tensor(
-        base, experts, options=RelativeOptions(), layout="table", measured=found
-    )
-    assert task_vector_error(merged, expected, base) <= 5e-5
-    assert record.matrices[0].mix == mix
 
 
 @pytest.mark.parametrize("method", ["ace", "ace_relative"])
