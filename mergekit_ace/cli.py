@@ -353,9 +353,7 @@ def report(lines: Path, out: Path) -> None:
     "--report", "lines", metavar="LINES", type=FILE,
     help="The file under `report:` of the merge, or report.jsonl of `inspect`.",
 )  # fmt: skip
-@click.option("--seed", type=int, help="What --random-seed was for mergekit-yaml.")
-@QUIET
-def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
+def card(out: Path, lines: Path | None) -> None:
     """Add the files that mergekit-yaml leaves out.
 
     With --report, the model card says how the merge was made. OUT is what mergekit-yaml wrote. Its
@@ -364,7 +362,7 @@ def card(out: Path, lines: Path | None, seed: int | None, quiet: bool) -> None:
     """
     from mergekit_ace.report.card import update_card
 
-    update_card(out, lines, seed=seed)
+    update_card(out, lines)
 
 
 @main.command(example="methods ace")

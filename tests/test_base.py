@@ -55,7 +55,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
         for shown in ("<title>Mean of two: ", about, "21 between two experts", "{doe2026mean,"):
             assert shown in text
         assert "xu2026ace" not in text
-    command("card", out, "--report", lines, "--quiet")
+    command("card", out, "--report", lines)
     card = (out / "README.md").read_text()
     assert "By [Mean of two](https://example.org/mean)" in card
     assert "goes from one expert towards the other." in card

@@ -27,8 +27,8 @@ BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
 # A GPU works on the matrices of all experts by one command where they have at most so many entries.
 SMALL_STACK = 2**25
-# Singular values below this share of the largest are lost in a Gram matrix in float64.
-WEAKEST = 1e-7
+# Singular values below this share of the largest are lost in a Gram matrix.
+WEAKEST = {torch.float64: 1e-7, torch.float32: 1e-3}
 CPU = torch.device("cpu")
 
 
@@ -158,7 +158,7 @@ def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Direct
         short = leading_eigenpairs(squares, min(count, side))[1].contiguous()
         long = torch.cat([product((wide[:, c].double() / scale).mT, short) for c in parts])
         values = torch.linalg.vector_norm(long, dim=0)
-        kept = values > max(floor / scale, WEAKEST * float(values.max()))
+        kept = values > max(floor / scale, WEAKEST[torch.float64] * float(values.max()))
         short, values = short[:, kept], values[kept]
         long, values = long[:, kept] / values, values * scale
     return Directions(long, values, short) if turned else Directions(short, values, long)
@@ -176,13 +176,15 @@ def orthogonal_sum(
     rank: int,
     floors: Sequence[float],
     coefficients: Sequence[float],
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Return TSV-Merge's sum, (o, i), float64 (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
+    """Return TSV-Merge's sum, (o, i) (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
     and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ. Without a base the experts
-    are the Δ_t, none of them zero. The longer side is worked on by blocks: U⊥ = P diag(1/σ) C^-½
-    with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
+    are the Δ_t, none of them zero. Products have `dtype`, and decompositions are in float64. The
+    longer side is worked on by blocks: U⊥ = P diag(1/σ) C^-½ with P = [Δ_t V_t]_t and
+    C = diag(1/σ) PᵀP diag(1/σ).
     """
     turned = experts[0].shape[0] < experts[0].shape[1]
     origin = base.mT if base is not None and turned else base
@@ -191,7 +193,7 @@ def orthogonal_sum(
     parts = list(blocks(length, side, versions[0].device))
 
     def delta(version: Tensor, rows: slice) -> Tensor:
-        block = version[rows].double()
+        block = version[rows].to(dtype)
         return block if origin is None else block - origin[rows]
 
     scales, rights = [], []
@@ -199,29 +201,31 @@ def orthogonal_sum(
         # Squares of the tiniest and the largest entries leave the range of float64.
         largest = [delta(version, rows).abs().max() for rows in parts]
         scales.append(float(torch.stack(largest).max()))
-        squares = (gram(delta(version, rows).mT / scales[-1]) for rows in parts)
+        squares = (gram(delta(version, rows).mT / scales[-1]).double() for rows in parts)
         square = reduce(Tensor.add_, squares)
-        rights.append(leading_eigenpairs(square, min(rank, side))[1].contiguous())
+        rights.append(leading_eigenpairs(square, min(rank, side))[1].to(dtype).contiguous())
 
     def project(rows: slice) -> Tensor:
         scaled = (delta(v, rows) / scale for v, scale in zip(versions, scales, strict=True))
         return torch.cat([product(*pair) for pair in zip(scaled, rights, strict=True)], dim=1)
 
     formed = [project(rows) for rows in parts if len(parts) == 1]
-    square = reduce(Tensor.add_, (gram(block.mT) for block in formed or map(project, parts)))
+    grams = (gram(block.mT).double() for block in formed or map(project, parts))
+    square = reduce(Tensor.add_, grams)
     values = square.diagonal().sqrt().view(len(scales), -1)
     numbers = zip(scales, floors, coefficients, strict=True)
     table = values.new_tensor([[floor / scale, a * scale] for scale, floor, a in numbers])
-    kept = values > torch.maximum(WEAKEST * values.amax(dim=1, keepdim=True), table[:, :1])
-    total = torch.zeros_like(versions[0], dtype=torch.float64)
+    weakest = WEAKEST[dtype]
+    kept = values > torch.maximum(weakest * values.amax(dim=1, keepdim=True), table[:, :1])
+    total = torch.zeros_like(versions[0], dtype=dtype)
     if kept.any():
         strengths, values, kept = (values * table[:, 1:])[kept], values[kept], kept.flatten()
         cosines = square[kept][:, kept] / torch.outer(values, values)
         overlaps, vectors = leading_eigenpairs(cosines, len(cosines))
         roots = overlaps.clamp(min=0).sqrt()
-        roots = torch.where(roots > WEAKEST * roots[:1], 1 / roots, 0)
+        roots = torch.where(roots > weakest * roots[:1], 1 / roots, 0)
         mixing = product(vectors * roots, vectors.mT) * strengths / values[:, None]
-        mixing = product(mixing, orthogonal_factor(torch.cat(rights, dim=1)[:, kept]).mT)
+        mixing = product(mixing, orthogonal_factor(torch.cat(rights, dim=1)[:, kept]).mT).to(dtype)
         for rows, block in zip(parts, formed or map(project, parts), strict=True):
             total[rows] = product(block[:, kept], mixing)
     return total.mT if turned else total

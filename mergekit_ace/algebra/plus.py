@@ -71,5 +71,5 @@ def measure_unlikeness(
 def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
     """Add TSV-Merge's sum of at least two experts times a scale to a matrix, (o, i), in place."""
     rank, floors = max(1, min(active.shape) // len(active.experts)), rounding_floors(base, active)
-    total = orthogonal_sum(base, active.experts, rank, floors, active.coefficients)
+    total = orthogonal_sum(base, active.experts, rank, floors, active.coefficients, active.dtype)
     return merged.add_(total, alpha=scale)

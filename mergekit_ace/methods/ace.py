@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -204,9 +205,10 @@ class PlusAceMerge(RidgeMethod):
     products = 3.0  # the system, the numerator and what flattens the spectrum
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        if settings.layout == "table":  # whose orthogonal sum is one of a matrix
-            settings = replace(settings, layout="matrix")
-        return super().work(settings, shape, experts)
+        if settings.layout != "table":
+            return super().work(settings, shape, experts)
+        work = super().work(replace(settings, layout="matrix"), shape, experts)
+        return replace(work, working=12 * math.prod(shape))  # of the orthogonal sum, by blocks
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         return super().working(rows, columns, experts) + 12 * rows * columns

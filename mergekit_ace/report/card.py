@@ -31,7 +31,7 @@ def markdown_text(text: str) -> str:
     return _MARKUP.sub(lambda match: "\\" + "\\".join(match[0]), " ".join(text.split()))
 
 
-def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) -> None:
+def update_card(folder: Path, lines: Path | None) -> None:
     """`mergekit-ace card`: write the card's section, complete the files, and check the tensors."""
     source, card = folder / "mergekit_config.yml", folder / "README.md"
     if not source.is_file():
@@ -42,7 +42,7 @@ def update_card(folder: Path, lines: Path | None, *, seed: int | None = None) ->
         _check_same_merge(folder, config, report)
         known = card.read_text(encoding="utf-8")
         text = re.sub(f"\n*{BEGIN}.*?{END}\n*", "\n", known, flags=re.DOTALL).rstrip()
-        section = "\n\n".join([BEGIN, *_section(report, config, seed), END])
+        section = "\n\n".join([BEGIN, *_section(report, config), END])
         write_text(card, f"{text}\n\n{section}\n")
         click.echo(str(card))
     beside = folder.parent  # where relative names of models may start
@@ -73,7 +73,7 @@ def _check_same_merge(folder: Path, config: MergeConfiguration, report: Report) 
         )
 
 
-def _section(report: Report, config: MergeConfiguration, seed: int | None) -> Iterator[str]:
+def _section(report: Report, config: MergeConfiguration) -> Iterator[str]:
     """Yield the paragraphs of the section."""
     method = merge_methods.get(config.merge_method)
     own = method if isinstance(method, TaskVectorMethod) else None
@@ -88,9 +88,7 @@ def _section(report: Report, config: MergeConfiguration, seed: int | None) -> It
     yield "\n".join(f"* {markdown_text(text)}" for text in summarize(report))
     yield markdown_table(_experts(report))
     versions = ", ".join(map(" ".join, report.records[0].versions.items()))
-    without = "none needed: the method draws no random numbers" if own else "none given"
-    used = without if seed is None else str(seed)
-    yield markdown_table([("", ""), ("versions", markdown_text(versions)), ("seed", used)])
+    yield f"Versions: {markdown_text(versions)}."
     yield from (f"```bibtex\n{citation}\n```" for citation in report.citations)
 
 

@@ -181,10 +181,6 @@ def linear_layers(model: nn.Module, names: Iterable[str]) -> Modules:
     return found
 
 
-def _input_size(layers: Sequence[Any]) -> int:
-    return layers[0].weight.shape[0 if isinstance(layers[0], Conv1D) else 1]
-
-
 @contextmanager
 def watched(modules: Modules, hook: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Call a hook with the name of a weight and every input of its modules."""
@@ -214,8 +210,10 @@ def sum_inputs(
     model, leaders = reader.model, dict.fromkeys(one.inputs for one in tensors if one.inputs)
     linear = linear_layers(model, leaders)
     rows = dict.fromkeys(leaders, 0)
-    sizes = {name: _input_size(layers) for name, layers in linear.items()}
-    sums = {name: torch.zeros(size, size, device=device) for name, size in sizes.items()}
+    sums = {}
+    for name, (layer, *_) in linear.items():
+        size: Any = model.get_parameter(name).shape[0 if isinstance(layer, Conv1D) else 1]
+        sums[name] = torch.zeros(size, size, device=device)
 
     def add(name: str, given: Tensor) -> None:
         inputs = given.reshape(-1, given.shape[-1]).to(device, torch.float32)

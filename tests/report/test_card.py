@@ -42,7 +42,7 @@ def merged(tmp_path, mergekit_yaml) -> tuple[Path, Path, list[str]]:
 
 def card(out: Path, report: Path, *flags: str, fails: bool = False) -> str:
     """Return the card, or what the command says."""
-    said = command("card", out, "--quiet", "--report", report, *flags, fails=fails)
+    said = command("card", out, "--report", report, *flags, fails=fails)
     return said if fails else (out / "README.md").read_text()
 
 
@@ -64,10 +64,9 @@ def test_what_the_section_says(merged):
     assert parsed.data.library_name == "transformers"
     assert "mergekit" in parsed.data.tags
     (out / "README.md").write_text(text + "\nWritten by hand afterwards.\n")
-    again = card(out, report, "--seed", "7")
+    again = card(out, report)
     assert again.count(TITLE) == text.count(TITLE) == 1
     assert "Written by hand afterwards." in again
-    assert "| seed | 7 |" in again
 
 
 def change(report: Path, **values: object) -> Path:
