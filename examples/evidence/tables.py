@@ -17,10 +17,9 @@ RESULTS, PICTURE = HERE / "results.json", HERE / "frontiers.png"
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
-LANGUAGE = ("smollm, 40", "smollm, 160", "smollm-control, 40", "smollm-muon, 40",
-            "smollm-sparse, 40", "smollm-lora, 40")  # fmt: skip
-ROUNDED = ("smollm, 160", "smollm-control, 40", "smollm-muon, 160", "smollm-sparse, 40",
-           "smollm-lora, 40", "smollm-lora-fast, 40")  # fmt: skip
+GPU = ("smollm, 40", "smollm, 160", "smollm-muon, 40", "smollm-sparse, 40", "smollm-lora, 40")
+ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40", "smollm-lora, 40",
+           "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace": "tab:red", "ace_relative": "tab:orange", "ace_plus": "tab:purple",
          "tsv_m": "tab:blue", "iso_c": "tab:green", "task_arithmetic": "black",
@@ -94,7 +93,7 @@ def make_tables(results: list[Result]) -> dict[str, str]:
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
     tables["small families"] = compared(families, SMALL)
-    tables["language families"] = compared(families, [f"{name} steps, GPU" for name in LANGUAGE])
+    tables["language families"] = compared(families, [f"{name} steps, GPU" for name in GPU])
     rounded = [f"{name} steps, bfloat16" for name in ROUNDED]
     tables["bfloat16 families"] = compared(families, rounded)
     return tables

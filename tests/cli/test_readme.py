@@ -41,6 +41,7 @@ TRAINING = {
 # The family of the judge that a row of "Which method" speaks of.
 RECOMMENDED = {  # where the table of methods says what to take for a family of the judge
     "smollm 40 steps": "language model |",
+    "smollm-control": "language model |",
     "smollm-lora": "LoRA adapters |",
     "images": "unlike tasks",
 }
