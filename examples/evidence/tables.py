@@ -17,7 +17,9 @@ RESULTS, PICTURE = HERE / "results.json", HERE / "frontiers.png"
 PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
-GPU = ("smollm, 40", "smollm, 160", "smollm-muon, 40", "smollm-sparse, 40", "smollm-lora, 40")
+LANGUAGE = ("smollm-control, 40 steps", "smollm, 40 steps, GPU", "smollm, 160 steps, GPU",
+            "smollm-muon, 40 steps, GPU", "smollm-sparse, 40 steps, GPU",
+            "smollm-lora, 40 steps, GPU")  # fmt: skip
 ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40", "smollm-lora, 40",
            "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
@@ -93,7 +95,7 @@ def make_tables(results: list[Result]) -> dict[str, str]:
     families = by_family(results)
     tables = {title: family_table(methods) for title, methods in families.items()}
     tables["small families"] = compared(families, SMALL)
-    tables["language families"] = compared(families, [f"{name} steps, GPU" for name in GPU])
+    tables["language families"] = compared(families, LANGUAGE)
     rounded = [f"{name} steps, bfloat16" for name in ROUNDED]
     tables["bfloat16 families"] = compared(families, rounded)
     return tables
