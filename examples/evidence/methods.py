@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from family import Family
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts
 from torch import Tensor, nn
 
 import mergekit_ace
+from mergekit_ace.calibration.calibrate import CalibrateConfig, run_calibration
+from mergekit_ace.files.saving import write_text
+from mergekit_ace.score.score import merge_once
 from mergekit_ace.training.config import TrainConfig
+from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 from mergekit_ace.training.train import run_training
 
 State = dict[str, Tensor]
@@ -32,12 +37,14 @@ class Row:
     """A method's name in tables, its `merge_method`, and parameters that differ from its defaults.
 
     `samples` is how many unlabelled samples per expert coefficients are learned on; 0 for no data.
+    With `own_texts` experts write texts, for `statistics` before a merge and `calibrate` after it.
     """
 
     name: str
     method: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 0
+    own_texts: bool = False
 
     @property
     def code(self) -> str:
@@ -46,7 +53,8 @@ class Row:
         if self.method in ("task_arithmetic", "ties", "dare_ties"):
             return f"mergekit {version('mergekit')}{said}"
         learned = ["training"] * bool(self.samples)
-        return code_digest("algebra", "methods", *learned) + said
+        more = ["training", "calibration"] if self.own_texts else learned
+        return code_digest("algebra", "methods", *more) + said
 
 
 @cache
@@ -80,6 +88,7 @@ ROWS = [
     Row("ace, paper's letter", "ace",
         {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}),
     Row("statsmerging", "statsmerging", samples=128),
+    Row("ace_plus, own texts", "ace_plus", own_texts=True),
 ]  # fmt: skip
 
 
@@ -95,6 +104,9 @@ def read_state(model: nn.Module) -> State:
 
 def merge_family(row: Row, family: Family, base: State, experts: Mapping[str, State]) -> State:
     """Return the merged tensors of a row at λ = 1."""
+    if row.own_texts:
+        state = read_state(family.load(improve_merge(row, family)))
+        return {name: state[name] for name in base}
     origin = ModelReference.model_validate(str(family.base))
     models = {origin: base}
     for name, folder in family.experts.items():
@@ -121,6 +133,24 @@ def learn_coefficients(row: Row, family: Family) -> Path:
         run_training(TrainConfig.model_validate(settings), folder, quiet=True)
         shutil.rmtree(folder / "state", ignore_errors=True)
     return file
+
+
+def improve_merge(row: Row, family: Family) -> Path:
+    """Return the folder of a merge by `statistics`, `merge` and `calibrate`."""
+    folder = family.base.with_name(f"improved {family.key} {row.code}".replace("/", "-"))
+    if not folder.exists():
+        work = folder.with_name(f"{folder.name}-work")
+        models = [{"model": str(expert)} for expert in family.experts.values()]
+        known: dict[str, Any] = {"base_model": str(family.base), "models": models}
+        asked = StatisticsConfig.model_validate({**known, "task": "causal-lm"})
+        measured = measure_statistics(asked, work / "statistics", quiet=True)
+        merge = {**known, "merge_method": row.method, "dtype": "float32", "out_dtype": "bfloat16"}
+        merge["parameters"] = {**row.parameters, "covariances": str(measured)}
+        write_text(work / "merge.yml", yaml.safe_dump(merge))
+        merged = merge_once(work / "merge.yml", work / "merged", quiet=True)
+        settings = CalibrateConfig.model_validate({**known, "merged_model": merged})
+        run_calibration(settings, folder, quiet=True)
+    return folder
 
 
 @torch.no_grad()
