@@ -114,7 +114,7 @@ def test_the_readme_recommends_what_the_judge_puts_first(example, family, start)
     for result in example("evidence", "tables").read_results():
         own = family in (result["family"], f"{result['family']} {result['variant']}")
         method = result.get("method", "statsmerging")
-        if own and method != "statsmerging":  # which needs samples
+        if own and method not in ("statsmerging", "ace_plus, own texts"):  # which read samples
             kept[method].append(result["at_budget"][0])
     first = max(mean(figures) for figures in kept.values())
     assert mean(kept[recommended]) >= first - 0.005
