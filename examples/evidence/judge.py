@@ -174,8 +174,8 @@ def main() -> None:
         for row in (row for row in ROWS if row.name in settings.methods):
             line = {**head, "method": row.name, "code": row.code}
             learns = row.samples and family.training_config(row.samples)
-            writes = isinstance(family, LanguageFamily) or not row.own_texts
-            if not writes or (row.samples and not learns) or (*identity(line), row.code) in known:
+            mute = row.own_texts and not isinstance(family, LanguageFamily)
+            if mute or (row.samples and not learns) or (*identity(line), row.code) in known:
                 continue
             line |= judge.judge(row)
             keep(line | tail, settings.results)

@@ -147,9 +147,9 @@ def improve_merge(row: Row, family: Family) -> Path:
         merge = {**known, "merge_method": row.method, "dtype": "float32", "out_dtype": "bfloat16"}
         merge["parameters"] = {**row.parameters, "covariances": str(measured)}
         write_text(work / "merge.yml", yaml.safe_dump(merge))
-        merged = merge_once(work / "merge.yml", work / "merged", quiet=True)
-        settings = CalibrateConfig.model_validate({**known, "merged_model": merged})
-        run_calibration(settings, folder, quiet=True)
+        known["merged_model"] = merge_once(work / "merge.yml", work / "merged", quiet=True)
+        run_calibration(CalibrateConfig.model_validate(known), folder, quiet=True)
+        shutil.rmtree(work)
     return folder
 
 

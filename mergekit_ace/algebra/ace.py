@@ -189,7 +189,7 @@ def merge_tensor(
     known: dict[str, Any] = {"options": options, "layout": fixed, "measured": measured}
     formula = partial(_merge_plus, **known)
     if isinstance(options, AceOptions | RelativeOptions):
-        formula = partial(_merge_one_sided, **known, refinement=given[-1])
+        formula = partial(_merge_by_regression, **known, refinement=given[-1])
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -206,7 +206,7 @@ def _merge_plus(
     relative = RelativeOptions.model_validate(
         {"lambda": (1 - share) * options.scale, "compute_dtype": options.compute_dtype}
     )
-    merged, record = _merge_one_sided(
+    merged, record = _merge_by_regression(
         base, active, relative, layout, measured, flattens=not embeddings
     )
     if embeddings:
@@ -232,7 +232,7 @@ def merge_matrix(
     return merged, record.matrices[0]
 
 
-def _merge_one_sided(
+def _merge_by_regression(
     base: Tensor,
     active: ActiveExperts,
     options: AceOptions | RelativeOptions,
@@ -288,10 +288,10 @@ def _regression(
     measured: MeasuredInputs,
 ) -> Regression | None:
     """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate."""
-    of_ace = options if isinstance(options, AceOptions) else None
-    traces = dict(enumerate(active.traces if of_ace else active.tau))
+    ace = options if isinstance(options, AceOptions) else None
+    traces = dict(enumerate(active.traces if ace else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
-        if of_ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
+        if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
     if normalized or options.epsilon_scale == "relative":  # 0 is no divisor (departure)
@@ -311,7 +311,7 @@ def _regression(
             factor *= 1 - measured.mix
         scales.append(factor)
     prior = 0.0
-    if of_ace and of_ace.structural_prior:
+    if ace and ace.structural_prior:
         prior = sum(active.tau) / len(active.tau) if normalized else 1.0
     return Regression(
         experts=tuple(traces),
@@ -319,9 +319,9 @@ def _regression(
         ridges=ridges,
         spectral=options.ridge if options.epsilon_scale == "spectrum" else None,
         measured=found,
-        centred=of_ace is not None,
+        centred=ace is not None,
         prior=prior,
-        ridged_mean=of_ace is not None and of_ace.refinement_mean == "ridged",
+        ridged_mean=ace is not None and ace.refinement_mean == "ridged",
     )
 
 
