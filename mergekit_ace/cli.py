@@ -158,7 +158,7 @@ def main() -> None:
 def train(config: Path, out: Path, **given: Any) -> None:
     """Learn merging coefficients from samples.
 
-    OUT gets the coefficients, and configs that merge with them. A run that was interrupted goes on
+    OUT gets the coefficients, and a config that merges with them. A run that was interrupted goes on
     when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
@@ -173,7 +173,7 @@ def statistics(config: Path, out: Path, **given: Any) -> None:
     """Measure on samples what regmean and fisher read.
 
     CONFIG is a train config, with `measure: [covariances, fisher]` for one or both; covariances
-    serve ace and ace_relative, too. A run that was interrupted goes on when the same command is
+    serve ace and its variants, too. A run that was interrupted goes on when the same command is
     given again.
     """
     from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics

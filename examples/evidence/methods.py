@@ -85,7 +85,7 @@ ROWS = [
     Row("ace", "ace"),
     Row("ace_relative", "ace_relative"),
     Row("ace_plus", "ace_plus"),
-    Row("ace, paper's letter", "ace",
+    Row("ace as in the paper", "ace",
         {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}),
     Row("statsmerging", "statsmerging", samples=128),
     Row("ace_plus, own texts", "ace_plus", own_texts=True),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small family, merge it with stock `mergekit-yaml` by five methods, compare the results.
+"""Train a small family, merge it with stock `mergekit-yaml` by six methods, compare the results.
 
 python examples/quickstart/quickstart.py            # train once, merge, evaluate
 python examples/quickstart/quickstart.py --fresh    # forget the trained family first
@@ -29,7 +29,7 @@ from transformers import pipeline
 
 HERE = Path(__file__).resolve().parent
 FAMILY, MERGED = HERE / "family", HERE / "merged"
-METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "ace")
+METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "ace", "ace_plus")
 TASK_ARITHMETIC_WEIGHTS = (0.3, 0.5, 0.7)
 
 
@@ -95,9 +95,9 @@ def report(rows: dict[str, Path]) -> None:
 
 def ask(question: str) -> None:
     """Let the merged model answer one question, such as "ruby moon ="."""
-    if not (MERGED / "ace").exists():
+    if not (MERGED / "ace_plus").exists():
         sys.exit("Nothing is merged yet: run this program without --ask first.")
-    writer = pipeline("text-generation", model=str(MERGED / "ace"))
+    writer = pipeline("text-generation", model=str(MERGED / "ace_plus"))
     options = {"max_new_tokens": 1, "do_sample": False, "return_full_text": False}
     answer = writer(question, **options)[0]["generated_text"].strip()
     language, key, *_ = [*question.split(), "", ""]

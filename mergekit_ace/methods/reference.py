@@ -73,4 +73,4 @@ def _reading(method: TaskVectorMethod) -> str:
     """Return how the method reads tensors, unless it is as matrices and vectors."""
     if not method.layouts:
         return " It reads tensors entry by entry."
-    return " It also reads tables of rows." if "table" in method.layouts else ""
+    return " It also reads tables of rows (`layout: table`)." if "table" in method.layouts else ""

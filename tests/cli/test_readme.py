@@ -42,8 +42,8 @@ TRAINING = {
 RECOMMENDED = {  # where the table of methods says what to take for a family of the judge
     "smollm 40 steps": "language model |",
     "smollm-control": "language model |",
-    "smollm-lora": "LoRA adapters |",
-    "images": "unlike tasks",
+    "smollm-lora": "LoRA adapters, or",
+    "images": "image classifiers",
 }
 
 
