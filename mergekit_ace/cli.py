@@ -158,8 +158,8 @@ def main() -> None:
 def train(config: Path, out: Path, **given: Any) -> None:
     """Learn merging coefficients from samples.
 
-    OUT gets the coefficients, and a config that merges with them. A run that was interrupted goes on
-    when the same command is given again.
+    OUT gets the coefficients, and a config that merges with them. A run that was interrupted goes
+    on when the same command is given again.
     """
     from mergekit_ace.training.config import TrainConfig
     from mergekit_ace.training.train import run_training

@@ -18,11 +18,11 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 14128,
+    "lines": 14102,
     "lines of a file": 497,
     "parameters of a function": 8,
     "functions with more than 8 parameters": 0,
-    "our modules that one imports": 13,
+    "our modules that one imports": 12,
     "files that a tensor of ace enters": 7,
 }
 # Layers from the bottom to the top; a module alone is named by its file.

@@ -10,7 +10,8 @@ import copy
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -27,6 +28,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.check.check import DEQUANTISE
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import check_apart, locked, occupied, package_versions, save_tensors
 from mergekit_ace.merging.output import MANIFEST_FILE
@@ -85,20 +87,16 @@ class CalibrateConfig(Strict):
         return (*((expert.task, expert.data) for expert in self.models), ("keep", self.keep))
 
 
-class LazyWeights(Mapping[str, Tensor]):
+class LazyWeights(UserDict[str, Tensor]):
     """Weights of a model by name, computed when they are asked for."""
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Tensor]):
-        self._names, self._read = names, read
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]):
+        super().__init__()
+        self.data |= dict.fromkeys(names)  # type: ignore
+        self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class _Model(LazyWeights):
@@ -208,11 +206,15 @@ def _check_weights(model: _Model, skeleton: Any) -> None:
     for name, parameter in skeleton.named_parameters():
         own, first = model.stored.get(name), int(name == TABLE)  # of which some have more rows
         read = name == TABLE or name.startswith("model.layers.")
-        if read and (own is None or own.shape[first:] != parameter.shape[first:]):
+        if not read:
+            continue
+        if own is None or own.shape[first:] != parameter.shape[first:]:
             raise ConfigError(
                 f"the tensor {name} of {model.reference} is missing, or not of the merge's shape "
                 f"{tuple(parameter.shape)}; give the experts that were merged"
             )
+        if own.dtype.itemsize < 2:
+            raise ConfigError(f"model {model.reference} is quantised; {DEQUANTISE}")
 
 
 def _write_texts(
@@ -393,7 +395,7 @@ class SampleTeacher:
         """Look up all tokens in the tables of both models."""
         turn = copy.deepcopy(model.model.rotary_emb).to(device)
         tables = merged[TABLE], self.weights[TABLE]
-        for places in tasks.batches_by_length([*map(len, self.texts)], device):
+        for places in tasks.batches_by_length(self.texts, device):
             # Padded at the end, where causal attention does not see it.
             batch = KIND.collate([{"input_ids": self.texts[place]} for place in places])
             ids, tokens = batch["input_ids"], batch["attention_mask"].bool().to(device)

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mergekit_ace.algebra.task_vectors import Integer, NonNegative
+from mergekit_ace.algebra.task_vectors import Count, Integer, NonNegative, Positive
 from mergekit_ace.naming import short_names
-from mergekit_ace.training.config import Count, DataConfig, Positive, Strict, Task
+from mergekit_ace.training.config import DataConfig, Strict, Task
 
 
 def _distinct_names(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class ScoredExpert(Strict):
     """Expert of the merges, and what it is for.
 
     Attributes:
-        model: folder or Hub name, `@revision`, `BASE+ADAPTER`, or an adapter.
+        model: folder or Hub name, `@revision`, or `BASE+ADAPTER`.
         data: held-out texts; `test_split` of it where given. Without data and tasks the expert
             writes texts itself.
         tasks: of lm-evaluation-harness; `limit` is the number of their questions.
@@ -52,7 +52,7 @@ class ScoreConfig(Strict):
     """Settings of a `score.yml`.
 
     Attributes:
-        merges: folders, adapters or Hub names; a `.yml` is a merge config, which is merged first.
+        merges: the same; a `.yml` is a merge config, which is merged first.
         keep: texts of what nobody may lose; without it, the base writes some.
         dtype: of all models; `auto` is that of their files.
         task_folder: tasks of one's own for lm-evaluation-harness.

@@ -89,9 +89,7 @@ class Scores:
         kept: by merge and expert; None where an expert gains nothing.
         mean_kept: by merge, over the experts that gain.
         forgot: by merge.
-        matches: share of right answers by exam and model.
-        tasks: (metric, value, error) by task and model.
-        tables: answers and tasks by title and model.
+        tables: right answers and results of tasks, by title and model.
     """
 
     def __init__(self, config: ScoreConfig, measured: Mapping[str, Mapping[str, Any]]):
@@ -103,16 +101,13 @@ class Scores:
 
         self.kept: dict[str, dict[str, Estimate | None]] = {merge: {} for merge in config.merges}
         self.forgot: dict[str, Estimate] = {}
-        self.matches: dict[str, dict[str, Estimate]] = {}
-        self.tasks: dict[str, dict[str, tuple[Any, ...]]] = {}
         self.tables: dict[str, dict[str, Estimate]] = {}
         for exam, found in measured.items():
             if exam.startswith("task "):
-                task, columns = exam.removeprefix("task "), ("metric", "value", "error")
-                own = {model: tuple(one[c] for c in columns) for model, one in found.items()}
-                self.tasks[task] = own
-                title = f"{task} ({own['base'][0]})"
-                self.tables[title] = {model: Estimate(*one[1:]) for model, one in own.items()}
+                title = f"{exam.removeprefix('task ')} ({found['base']['metric']})"
+                self.tables[title] = {
+                    model: Estimate(one["value"], one["error"]) for model, one in found.items()
+                }
                 continue
             losses = {model: one["losses"] for model, one in found.items()}
             for merge in config.merges:
@@ -122,7 +117,7 @@ class Scores:
                     self.kept[merge][exam] = kept(losses["base"], losses[exam], losses[merge])
             if "matches" in found["base"]:
                 shares = {model: share_of_matches(one["matches"]) for model, one in found.items()}
-                self.matches[exam] = self.tables[f"exact answers: {exam}"] = shares
+                self.tables[f"exact answers: {exam}"] = shares
         known = {merge: [*filter(None, own.values())] for merge, own in self.kept.items()}
         self.mean_kept = {merge: mean(shares) for merge, shares in known.items() if shares}
 
@@ -130,7 +125,7 @@ class Scores:
         """Return the figures as JSON has them: [value, standard error]."""
         return {
             "kept": self.kept, "mean_kept": self.mean_kept, "forgot": self.forgot,
-            "exact_match": self.matches, "tasks": self.tasks,
+            "tables": self.tables,
             "texts_written_by_models": sorted(self.own),
         }  # fmt: skip
 

@@ -9,9 +9,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of
+from mergekit_ace.check.loading import merged_model
 from mergekit_ace.files.saving import LOCK_FILE, file_states, locked, package_versions, write_text
 from mergekit_ace.merging.run import run_shards
 from mergekit_ace.naming import ConfigError, short_names
@@ -43,18 +43,9 @@ if TYPE_CHECKING:
 SCORES = "scores.json"
 OWN_TEXTS = 64  # that a model writes where it has no data
 KIND = CausalLanguageModel()
-BATCH = 8  # questions of a task, or of a chat without an answer
+BATCH = 8  # questions of a task that are asked at once
 ROWS = 1024  # logits whose losses are computed at once
 MORE = 8  # tokens that an answer may be longer than the right one
-
-
-@dataclass
-class Exam:
-    """Texts of an expert, or of `keep`; without data its writer writes them."""
-
-    name: str
-    data: DataConfig | None
-    samples: list[Example] | None = None
 
 
 def run_scoring(
@@ -89,7 +80,7 @@ class Scoring:
     """Measures models, and keeps in a file what was measured, which is whole at every moment.
 
     Attributes:
-        exams: texts of the experts, and last those of `keep`.
+        exams: texts of the experts, and last of `keep`; None until a model has written them.
         measured: losses, matches and results of tasks, by exam, or `task NAME`, and model.
     """
 
@@ -98,8 +89,9 @@ class Scoring:
         self.harness = Harness(config.tasks, config.task_folder)
         self.names = short_names([expert.model for expert in config.models])
         experts = zip(self.names, config.models, strict=True)
-        self.exams = [Exam(name, expert.data) for name, expert in experts if expert.has_texts]
-        self.exams.append(Exam("keep", config.keep))
+        self.exams = {name: expert.data for name, expert in experts if expert.has_texts}
+        self.exams["keep"] = config.keep
+        self._samples: dict[str, list[Example]] = {}
         self.measured: dict[str, dict[str, Any]] = {}
         self._known: dict[str, dict[str, Any]] = {}  # also of other configs
         self._loaded: tuple[ModelReference | None, Any] = (None, None)
@@ -109,23 +101,23 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for path in (Path(exam.data.path).expanduser() for exam in self.exams if exam.data):
+        for path in (Path(data.path).expanduser() for data in self.exams.values() if data):
             if path.suffix.lower() in READERS and not path.is_file():
                 raise ConfigError(f"there is no data file {path}")  # before it merges
         self._write({"measured": self._known})  # the folder is ours from now on
-        made = list(merges)
+        made: list[str | ModelReference] = list(merges)
         for n, merge in enumerate(map(Path, merges)):
             if merge.suffix.lower() in (".yml", ".yaml"):
-                made[n] = merge_once(merge, self.out / "merges" / merge.stem, quiet=self.quiet)
+                folder = merge_once(merge, self.out / "merges" / merge.stem, quiet=self.quiet)
+                made[n] = merged_model(Path(folder))
         labels, experts = ["base", *self.names, *merges], self.config.models
-        names = [self.config.base_model, *(expert.model for expert in experts), *made]
-        models = dict(zip(labels, map(ModelReference.model_validate, names), strict=True))
+        known = [self.config.base_model, *(expert.model for expert in experts), *made]
+        models = dict(zip(labels, map(ModelReference.model_validate, known), strict=True))
         trust = self.config.trust_remote_code
-        folders = [local_folder(str(base_of(one)), Path(), trust) for one in models.values()]
+        folders = [local_folder(base_of(one), Path(), trust) for one in models.values()]
         self.tokenizer = load_processor(folders, KIND, self.config)
         for name, expert in zip(self.names, experts, strict=True):
-            own = [exam for exam in self.exams if exam.name == name]
-            self._measure_model(name, models[name], own, [expert])
+            self._measure_model(name, models[name], self.exams.keys() & {name}, [expert])
         for label in ("base", *merges):
             self._measure_model(label, models[label], self.exams, experts)
         self._loaded = (None, None)
@@ -137,28 +129,28 @@ class Scoring:
         show_scores(scores, self.out / "scores.html")
         return scores
 
-    def samples(self, exam: Exam, model: Any) -> list[Example]:
+    def samples(self, exam: str, model: Any) -> list[Example]:
         """Return the held-out texts of an exam, as far as models can read them."""
-        if exam.samples is None:
-            assert exam.data is not None
-            split = exam.data.test_split or exam.data.split
-            rows = read_rows(exam.data.model_copy(update={"split": split}), seed=0)
-            reader = SampleReader(model, KIND, self.tokenizer, exam.data)
-            samples = reader.read(rows, "held-out", BATCH, quiet=True)
-            exam.samples = [sample for sample in samples if "true" in sample]
-        return exam.samples
+        if exam not in self._samples:
+            data: Any = self.exams[exam]
+            rows = read_rows(data.model_copy(update={"split": data.test_split or data.split}), 0)
+            samples = SampleReader(model, KIND, self.tokenizer, data).read(rows, "held-out", 0)
+            if not samples:
+                raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")
+            self._samples[exam] = samples
+        return self._samples[exam]
 
     def _write(self, content: dict[str, Any]) -> None:
         write_text(self.out / SCORES, json.dumps(content, indent=1) + "\n")
 
     def _measure_model(
-        self, label: str, reference: ModelReference, exams: Sequence[Exam],
+        self, label: str, reference: ModelReference, exams: Iterable[str],
         experts: Sequence[ScoredExpert],
     ) -> None:  # fmt: skip
         """Load a model if something of it is missing, and measure that."""
 
-        def read(exam: Exam, data: DataConfig) -> dict[str, Any]:
-            model, title = self._load(reference), f"{exam.name} / {label}"
+        def read(exam: str, data: DataConfig) -> dict[str, Any]:
+            model, title = self._load(reference), f"{exam} / {label}"
             samples, result = self.samples(exam, model), dict[str, Any]()
             result["losses"] = sequence_losses(model, samples, title=title, quiet=self.quiet)
             if data.completion is not None:
@@ -178,22 +170,22 @@ class Scoring:
 
         with explained_memory(reference):
             for exam in exams:
-                data = exam.data = exam.data or self._written(exam, reference)
+                data = self.exams[exam] = self.exams[exam] or self._written(exam, reference)
                 identity = self._identity(reference, data.model_dump(), data.path)
-                once(exam.name, identity, read, exam, data)
+                once(exam, identity, read, exam, data)
             for task, limit in [(task, one.limit) for one in experts for task in one.tasks]:
                 identity = self._identity(reference, limit, self.config.task_folder)
                 once(f"task {task}", identity, answer, task, limit)
 
     def _identity(self, reference: ModelReference, settings: Any, path: str | None = None) -> str:
-        files = file_states([*model_paths([str(reference)]), *([path] if path else ())])
+        files = file_states([*model_paths([reference]), *([path] if path else ())])
         versions = package_versions("transformers", "torch")
         return json.dumps([str(reference), self.config.dtype, settings, files, versions])
 
-    def _written(self, exam: Exam, writer: ModelReference) -> DataConfig:
+    def _written(self, exam: str, writer: ModelReference) -> DataConfig:
         """Let a model write the texts of an exam, unless they are there."""
         identity = hashlib.sha256(self._identity(writer, None).encode()).hexdigest()
-        path = self.out / "texts" / f"{exam.name}-{identity[:12]}.jsonl"
+        path = self.out / "texts" / f"{exam}-{identity[:12]}.jsonl"
         model: Any = None if path.exists() else self._load(writer)
         return write_own_texts(model, self.tokenizer, OWN_TEXTS, path, quiet=self.quiet)
 
@@ -217,13 +209,14 @@ def explained_memory(model: object) -> Iterator[None]:
 
 def load_scored(reference: ModelReference, config: ScoreConfig) -> Any:
     """Load a model, with its adapter if it has one, on the GPU where there is one."""
-    folder = local_folder(str(base_of(reference)), Path(), config.trust_remote_code)
+    folder = local_folder(base_of(reference), Path(), config.trust_remote_code)
     model: Any = load_model(folder, KIND, config, config.dtype)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     if lora := reference.lora:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, lora.path, revision=lora.revision).eval()
+        adapted: Any = PeftModel.from_pretrained(model, lora.path, revision=lora.revision)
+        model = adapted.eval().get_base_model()  # which holds the adapter's layers
     return model
 
 
@@ -236,9 +229,9 @@ def sequence_losses(
         ConfigError: the model answers NaN or Inf.
     """
     losses: list[tuple[float, int]] = [(0.0, 0)] * len(samples)
-    lengths = [len(one["input_ids"]) for one in samples]
+    texts = [one["input_ids"] for one in samples]
     with tqdm(desc=title, total=len(samples), unit="text", disable=quiet) as bar:
-        for places in batches_by_length(lengths, model.device):
+        for places in batches_by_length(texts, model.device):
             chosen = [samples[place] for place in places]
             truth = torch.cat([one["true"] for one in chosen]).to(model.device)
             with torch.inference_mode():
@@ -258,8 +251,7 @@ def answer_matches(
 ) -> list[bool]:
     """Return of every prompt whether the model writes the completion, see `same_answer`."""
     matches = [False] * len(samples)
-    lengths = [len(one["input_ids"]) for one in samples]
-    for places in batches_by_length(lengths, model.device):
+    for places in batches_by_length([one["input_ids"] for one in samples], model.device):
         chosen = [samples[place] for place in places]
         prompts = [{"input_ids": one["input_ids"][~one["supervised"]]} for one in chosen]
         longest = max(len(one["true"]) for one in chosen) + MORE

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from mergekit.common import ModelReference
 from tqdm import tqdm
 
+from mergekit_ace.check.loading import merged_model
 from mergekit_ace.files.saving import differences, file_states, occupied, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
@@ -114,7 +114,7 @@ class _Search:
         for merge in self.merges.values():
             merge.make(self.out / "merges", quiet=self.quiet)
         folder = local_folder(self.score.base_model, self.out, self.score.trust_remote_code)
-        self.module = load_scored(ModelReference.model_validate(folder), self.score)
+        self.module = load_scored(merged_model(Path(folder)), self.score)
         names = [name for name, _ in self.module.named_parameters()]
         weights = map_weights(self.module, names, folder, self.out / "base.safetensors")
         for merge in self.merges.values():
@@ -123,9 +123,9 @@ class _Search:
                        for name, one in merge.ranges.items()}  # fmt: skip
         for exam in self.scoring.exams:
             if (count := len(self.scoring.samples(exam, self.module))) < FEWEST:
-                raise ConfigError(f"{exam.name} has {count} texts; a search needs {FEWEST}")
+                raise ConfigError(f"{exam} has {count} texts; a search needs {FEWEST}")
         *experts, keep = self.scoring.exams
-        gaining = [exam for exam in experts if self._gains(exam.name)]
+        gaining = [exam for exam in experts if self._gains(exam)]
         if "kept" in self.config.aims and not gaining:
             said = "no expert is better than the base on its validation texts; give other texts"
             raise ConfigError(said)
@@ -147,8 +147,8 @@ class _Search:
     def measure(self, part: str) -> dict[str, Any]:
         """Measure the model in memory on a part of the texts: its aim, and what it forgets."""
         found, shares = {}, []
-        for exam in self.exams:
-            name, samples = exam.name, self.scoring.samples(exam, self.module)[self.parts[part]]
+        for name in self.exams:
+            samples = self.scoring.samples(name, self.module)[self.parts[part]]
             losses = sequence_losses(self.module, samples, title=name, quiet=True)
             base = self._losses(name, "base", part)
             if name == "keep":
@@ -209,8 +209,7 @@ class _Search:
         starts: list[dict[str, Any]] = [
             {"merge": merge, **dict.fromkeys(self.ranges, scale), **dict.fromkeys(weights, 1.0)}
             for merge in self.merges
-            for scale in STARTS
-            if low <= scale <= high
+            for scale in sorted({min(max(start, low), high) for start in STARTS})
         ]
         left = [one for one in starts if not any(one.items() <= items for items in tried)]
         if left:
@@ -304,7 +303,7 @@ class _Search:
         del self.module
         self.merges.clear()  # which hold it, too
         model = merge_once(path, self.out / "model", quiet=self.quiet)
-        self.module = load_scored(ModelReference.model_validate(model), self.score)
+        self.module = load_scored(merged_model(Path(model)), self.score)
         best["test"] = self.measure("test")
 
     def _write_results(self, results: Mapping[str, Any], trials: Sequence[Any]) -> str:
@@ -320,7 +319,7 @@ class _Search:
         lines += [f"  {name}: {value:g}" for name, value in best["parameters"].items()]
         lines += ["", "The test texts took no part in the search: believe their figures."]
         lines += [
-            f"{exam.name} is no better than the base on its texts, and does not count."
+            f"{exam} is no better than the base on its texts, and does not count."
             for exam in self.scoring.exams
             if exam not in self.exams
         ]

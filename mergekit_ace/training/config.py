@@ -9,15 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions
 from mergekit_ace.algebra.learner import LearnerConfig
-from mergekit_ace.algebra.task_vectors import Fraction, Integer, NonNegative, Number
+from mergekit_ace.algebra.task_vectors import Count, Fraction, Integer, NonNegative, Positive
 from mergekit_ace.methods.coefficients import Basis, Granularity
 
 Classification = Literal["sequence-classification", "image-classification"]
 Task = Literal["causal-lm", "zero-shot-image-classification", Classification]
 Labels = Literal["hard", "soft", "true"]
 Dtype = Literal["float32", "bfloat16"]
-Count = Annotated[Integer, Field(ge=1)]
-Positive = Annotated[Number, Field(gt=0)]
 
 _PURPOSES = ("text", "text_pair", "prompt", "completion", "messages", "image", "label")
 # The columns that models of a task read; of other tasks `image`.
@@ -90,7 +88,7 @@ class SchedulerConfig(Strict):
     """Schedule of the learning rate: times `gamma` every `step` epochs."""
 
     step: Count = 100
-    gamma: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    gamma: Annotated[Positive, Field(le=1)] = 0.1
 
 
 class LoopConfig(Strict):

@@ -105,10 +105,13 @@ class SampleReader:
         self.model, self.kind, self.processor = model, kind, processor
         self.data = fit_to_model(data, model)
 
-    def read(self, rows: Dataset, split: str, size: int, *, quiet: bool) -> list[Example]:
+    def read(
+        self, rows: Dataset, split: str, size: int, *, quiet: bool = True
+    ) -> list[Example]:
         """Return rows as complete samples; warn of what is cut off.
 
-        Where rows lack answers, `size` of them are written at once; these samples come last.
+        Where rows lack answers, `size` of them are written at once; these samples come last. With
+        0 they are left out.
         """
         data, kind, limit = self.data, self.kind, self.data.max_length
         longer = data.model_copy(update={"max_length": limit + 1})
@@ -132,7 +135,7 @@ class SampleReader:
             return samples
         lacking = [sample for sample in samples if "true" not in sample]
         complete = [sample for sample in samples if "true" in sample]
-        starts = range(0, len(lacking), size)
+        starts = range(0, len(lacking), size) if size else ()
         for start in tqdm(starts, "answers", unit="batch", disable=quiet or not lacking):
             part = lacking[start : start + size]
             complete += kind.complete(self.model, part, data, self.processor)

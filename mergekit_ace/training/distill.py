@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
+from transformers import get_cosine_schedule_with_warmup
 
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.naming import ConfigError
@@ -63,13 +63,15 @@ def train_student(distillation: Distillation) -> TrainingProgress:
     """Train the student, or go on with it."""
     settings, run, student = distillation.config.training, distillation.run, distillation.student
     peak, evaluate = settings.learning_rate, partial(distillation.evaluate, "validation")
-    optimizer = torch.optim.AdamW(student.parameters(), peak, weight_decay=WEIGHT_DECAY)
+    optimizer: Any = torch.optim.AdamW(student.parameters(), peak, weight_decay=WEIGHT_DECAY)
     count, batch = len(distillation.samples["train"]["student"]), run.samples_per_step(settings)
     per_epoch = -(-count // batch)
     total = last_step(settings, per_epoch)
+    warm_up = max(round(WARM_UP * total), 1)
+    (rate,) = get_cosine_schedule_with_warmup(optimizer, warm_up, total + 1).lr_lambdas
 
     def take_step(step: int) -> float:
-        optimizer.param_groups[0]["lr"] = warm_cosine_rate(peak, total, step)
+        optimizer.param_groups[0]["lr"] = peak * rate(step + 1)
         optimizer.zero_grad()
         loss = distillation.backward(step_indices(settings.seed, 0, step, batch, count))
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -79,15 +81,6 @@ def train_student(distillation: Distillation) -> TrainingProgress:
     return train_module(
         run, "student", student, optimizer, settings, per_epoch, take_step, evaluate
     )
-
-
-def warm_cosine_rate(peak: float, total: int, step: int) -> float:
-    """Return the learning rate of one step, from 0: linear warm-up, then a cosine to 0."""
-    warmup = max(round(WARM_UP * total), 1)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = (step - warmup) / max(total - warmup, 1)
-    return peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
 class Distillation:

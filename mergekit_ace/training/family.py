@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from mergekit_ace.algebra.ace import split_tensor
 from mergekit_ace.algebra.learner import combine, features, measure_moments
+from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.task_vectors import IllConditionedError, select_active
 from mergekit_ace.files.saving import save_tensors
 from mergekit_ace.methods.architecture import stored_layout
@@ -35,10 +36,6 @@ from mergekit_ace.training.tasks import Example, head_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Entries that are read at once: 1 MiB in float32 stays in a core's cache. On a GPU every operation
-# has to be launched, and every copy started.
-BLOCK, DEVICE_BLOCK = 2**18, 2**22
 
 
 @dataclass(frozen=True)
@@ -247,9 +244,7 @@ class MergedModel:
         """Yield blocks of a parameter in float32: where, θ_0 there, (n,), and all Δ_k, (K, n)."""
         name = self._names[column]
         base, *experts = (w[name].reshape(-1) for w in (self._base, *self._experts))
-        length = BLOCK if device.type == "cpu" else DEVICE_BLOCK
-        for start in range(0, len(base), length):
-            part = slice(start, min(start + length, len(base)))
+        for part in blocks(len(base), len(experts), device):
             origin = base[part].to(device, torch.float32)
             deltas = torch.stack([expert[part].to(device, torch.float32) for expert in experts])
             yield part, origin, deltas if self._components else deltas.sub_(origin)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -122,7 +121,9 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     return Models(config, run, folders[0], tuple(folders[1:]), processor, kind)
 
 
-def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str:
+def local_folder(
+    reference: str | ModelReference, adapters: Path, trust_remote_code: bool
+) -> str:
     """Return the folder of a model: itself, downloaded, or with its adapter in `adapters`."""
     parsed = ModelReference.model_validate(reference)
     files.check_references([parsed])
@@ -135,7 +136,7 @@ def local_folder(reference: str, adapters: Path, trust_remote_code: bool) -> str
     return folder
 
 
-def model_paths(references: Iterable[str]) -> list[str]:
+def model_paths(references: Iterable[str | ModelReference]) -> list[str]:
     """Return the paths, or names on the Hub, of models and of their adapters."""
     parsed = map(ModelReference.model_validate, references)
     return [part.path for one in parsed for part in (one.model, one.lora) if part is not None]
@@ -143,16 +144,14 @@ def model_paths(references: Iterable[str]) -> list[str]:
 
 def _with_adapter(reference: ModelReference, adapters: Path, trust_remote_code: bool) -> str:
     """Merge an adapter into its model; the folder appears only when it is complete."""
-    identity = json.dumps([str(reference), file_states(model_paths([str(reference)]))])
+    identity = json.dumps([str(reference), file_states(model_paths([reference]))])
     folder = adapters / hashlib.sha256(identity.encode()).hexdigest()[:16]
     if not folder.exists():
-        partial = adapters / "partial"
-        shutil.rmtree(partial, ignore_errors=True)
         with suppress(ConfigError):  # PEFT's merge does what the reader does not
             read_adapters([reference])[reference].check_ties()
-        whole = reference.merged(str(partial), trust_remote_code, "float32")
-        os.replace(whole.model.path, folder)
-    return str(folder)
+        with replacing(folder) as partial:
+            reference.merged(str(partial), trust_remote_code, "float32")
+    return str(next(folder.iterdir()))  # mergekit's cache of one model
 
 
 def load_model(

@@ -49,11 +49,11 @@ def fit_to_model(data: DataConfig, model: PreTrainedModel) -> DataConfig:
     return data.model_copy(update={"max_length": min(data.max_length, longest)})
 
 
-def batches_by_length(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
-    """Yield places of samples of like length, the longest first, for batches that fit a device."""
+def batches_by_length(texts: Sequence[Tensor], device: torch.device) -> Iterator[list[int]]:
+    """Yield places of texts of like length, the longest first, for batches that fit a device."""
     batch: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > _TOKENS[device.type]:
+    for place in sorted(range(len(texts)), key=lambda place: -len(texts[place])):
+        if batch and (len(batch) + 1) * len(texts[batch[0]]) > _TOKENS[device.type]:
             yield batch
             batch = []
         batch.append(place)
@@ -78,8 +78,11 @@ class ModelKind:
         """Return logits (P, C): at P supervised positions, of C classes or tokens."""
         return model(**batch).logits
 
-    def answer(self, model: Any, samples: Sequence[Example]) -> Tensor:
-        """Return the `logits` of samples."""
+    def answer(
+        self, model: Any, samples: Sequence[Example], head: Mapping[str, nn.Module] | None = None
+    ) -> Tensor:
+        """Return the `logits` of samples, by a head of `head_modules` if one is given."""
+        attach_head(model, head or {})
         batch: Any = send_to_device(self.collate(samples), model.device)
         return self.logits(model, batch)
 
@@ -181,15 +184,12 @@ def _prompt_and_answer(
 
 def _is_chat(messages: Any) -> bool:
     """Tell whether templates and this module know every message."""
-    if not (messages and isinstance(messages, list)):
-        return False
-    for one in messages:
-        # A template writes an unknown role like a known one, and it would not be learned.
-        if not isinstance(one, dict) or one.get("role") not in _ROLES:
-            return False
-        if one.get("content") is None and not one.get("tool_calls"):
-            return False
-    return True
+    # A template writes an unknown role like a known one, and it would not be learned.
+    return isinstance(messages, list) and messages != [] and all(
+        isinstance(one, dict) and one.get("role") in _ROLES
+        and (one.get("content") is not None or bool(one.get("tool_calls")))
+        for one in messages
+    )  # fmt: skip
 
 
 def _chat(messages: list, whose: str, tokenizer: Any) -> tuple[list[int], list[int] | None]:

@@ -29,7 +29,6 @@ from mergekit_ace.training.data import Example, step_indices
 from mergekit_ace.training.family import Family, MergedModel, Teacher, load_family
 from mergekit_ace.training.models import claim_models, write_statistics_of_batches
 from mergekit_ace.training.state import TrainingRun, check_number, train_module
-from mergekit_ace.training.tasks import attach_head
 
 
 class Score(NamedTuple):
@@ -189,9 +188,8 @@ class Objective:
 
     def _loss(self, teacher: Teacher, samples: list[Example]) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the merge on some samples, and its answers, (P,)."""
-        attach_head(self.family.module, teacher.head)
         with self._run.accelerator.autocast():
-            logits = self.family.models.kind.answer(self.family.module, samples)
+            logits = self.family.models.kind.answer(self.family.module, samples, teacher.head)
         if self.config.loss == "entropy":
             entropies = Categorical(logits=logits.float(), validate_args=False).entropy()
             return entropies.sum(), logits.argmax(-1)

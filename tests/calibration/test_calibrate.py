@@ -18,6 +18,7 @@ from commands import command, run_config
 from families import logits_by_hand, sentence, tokenizer, write_rows
 from filelock import FileLock
 from peft_models import train_by_chance
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -192,6 +193,9 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "write_own_texts", None)
     wide = save(tiny_llama(intermediate_size=40), tmp_path / "wide")
     gemma = save(tiny(transformers.Gemma2ForCausalLM, **LLAMA, head_dim=8), tmp_path / "gemma")
+    eight = {n: one.to(torch.float8_e4m3fn) for n, one in tiny_llama().state_dict().items()}
+    quantised = save(tiny_llama(), tmp_path / "eight")
+    save_file(eight, tmp_path / "eight" / "model.safetensors", {"format": "pt"})
     first, lone = config["models"][0], tmp_path / "adapter"
     train_by_chance(tiny_llama, lone, target_modules=["q_proj"], r=2)
     for changes, message in (
@@ -199,12 +203,13 @@ def test_mistakes_are_told(config, folder, tmp_path, monkeypatch):
         ({"keep": {**config["keep"], "text": None, "image": "text"}}, "keep needs the col"),
         (larger | {"keep": {"path": new, "text": "text"}}, "has the token number 40, but "),
         ({"models": [{**first, "model": wide}]}, "give the experts that were merged"),
+        ({"models": [{**first, "model": quantised}]}, "eight is quantised"),
         ({"models": [{"model": str(lone)}]}, f"write BASE+{lone}"),
         ({"base_model": str(tmp_path / "none")}, "none"),
         ({"merged_model": gemma, "models": [{"model": gemma}]}, "Gemma2ForCausalLM cannot be cal"),
     ):
         refused(config | changes, tmp_path / "wrong", message)
-        assert not list(tmp_path.glob("wrong*/"))
+        assert not [path for path in tmp_path.glob("wrong*") if path.is_dir()]
 
 
 def test_texts_are_cut_to_a_sliding_window(config, tmp_path):

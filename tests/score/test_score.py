@@ -84,12 +84,13 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
 
 
 def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp_path):
-    """A merge whose config has changed is made anew."""
+    """A merge whose config has changed is made anew, and an adapter writes texts of its own."""
     adapted = train_by_chance(tiny_llama, tmp_path / "adapter", target_modules=["q_proj"], r=2)
     adapted.base.save_pretrained(config["base_model"])
     merge = ace_config([config["base_model"], *(one["model"] for one in config["models"])])
-    path, adapter = tmp_path / "ace.yml", f"{config['base_model']}+{tmp_path / 'adapter'}"
+    path, adapter = tmp_path / "a+ce.yml", f"{config['base_model']}+{tmp_path / 'adapter'}"
     config["merges"], rises = [str(path), adapter], []
+    config["models"][1] = {"model": adapter}
     for scale in (1.0, 0.5):
         path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
         score(config, tmp_path / "scores")
@@ -98,6 +99,8 @@ def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp
         rises.append(scores["forgot"][str(path)])
         assert len([*(tmp_path / "scores" / "merges").iterdir()]) == 1, "the older one is gone"
     assert rises[0] != rises[1]
+    (texts,) = (tmp_path / "scores" / "texts").iterdir()
+    assert len({*texts.read_text().splitlines()}) == 64, "drawn, not the likeliest"
     whole = tiny_llama()
     whole.load_state_dict(adapted.merged)
     whole.save_pretrained(tmp_path / "whole")
@@ -132,8 +135,9 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     tokens = {count for _, count in scores["measured"]["law"]["base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
     assert max(count for _, count in scores["measured"]["keep"]["base"]["losses"]) == 31
-    assert scores["exact_match"]["law"]["law"][0] == 1
-    assert set(scores["exact_match"]["law"]) == {"law", "base", config["merges"][0]}
+    answers = scores["tables"]["exact answers: law"]
+    assert answers["law"][0] == 1
+    assert set(answers) == {"law", "base", config["merges"][0]}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +158,10 @@ def test_tasks_run_by_the_real_harness(config, tasks, tmp_path):
     config["models"][1] |= {"tasks": ["local_words"], "limit": 6}
     config["task_folder"] = str(tasks)
     found = score(config, tmp_path / "scores")
-    results = content(tmp_path / "scores")["tasks"]["local_words"]
+    results = content(tmp_path / "scores")["tables"]["local_words (acc)"]
     assert set(results) == {"base", "medicine", config["merges"][0]}
-    for metric, value, error in results.values():
-        assert (metric, error >= 0) == ("acc", True)
+    for value, error in results.values():
+        assert error >= 0
         assert value * 6 == pytest.approx(round(value * 6))
     assert "local_words (acc)" in found
     config["models"][1]["tasks"] = ["no_such_task"]
@@ -200,6 +204,14 @@ def test_short_texts_and_a_folder_with_other_things_are_named(config, tmp_path):
     found = score(config, tmp_path / "scores", fails=True)
     assert "no held-out sample has anything to predict" in found
     assert "holds other things than scores" in score(config, tmp_path, fails=True)
+    chats = write_rows(tmp_path / "c.jsonl", [{"m": [{"role": "user", "content": "w1 w2"}]}] * 2)
+    for folder in map(Path, [config["base_model"], *config["merges"]]):
+        words = tokenizer()
+        words.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
+        words.save_pretrained(folder)
+    config["keep"] = {"path": chats, "messages": "m"}
+    found = score(config, tmp_path / "scores", fails=True)
+    assert "no chat ends with an answer" in found
 
 
 def test_errors_of_figures_are_those_of_many_samples():

@@ -12,7 +12,7 @@ from mergekit.merge_methods import merge_tensors
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from mergekit_ace.training import family as family_module
+from mergekit_ace.algebra import linalg
 from mergekit_ace.training.family import MergedModel
 from mergekit_ace.training.models import map_folder, map_weights, stored_names
 
@@ -40,7 +40,7 @@ def test_only_the_values_of_the_model_are_mapped(tmp_path, changed):
 
 def test_products_are_the_gradient(monkeypatch):
     """∂L/∂λ by autograd in float64 through every θ_0 + Σ λ Δ."""
-    monkeypatch.setattr(family_module, "BLOCK", 100)  # fewer entries than a matrix has
+    monkeypatch.setattr(linalg, "BLOCK_ENTRIES", 100)  # fewer entries than a matrix has
     base = tiny_llama(tie_word_embeddings=True)  # one parameter with two gradients
     experts = [fine_tuned(base, seed=10 + k) for k in range(EXPERTS)]
     shape = EXPERTS, len(weights(base))
