@@ -41,11 +41,6 @@ def without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def module_of(name: str) -> str:
-    """Return the module of a tensor without what it is part of: `up_proj`, in every layer."""
-    return name.removesuffix(".weight").rpartition(".")[2]
-
-
 def is_running_statistic(name: str) -> bool:
     """Tell whether a tensor is a mean or variance of inputs that a BatchNorm has seen."""
     return name.endswith((".running_mean", ".running_var"))
@@ -107,11 +102,6 @@ def short_names(paths: Sequence[str]) -> list[str]:
         if len(set(ends)) == len(ends):
             return ends
     return list(paths)
-
-
-def same_name(one: str, other: str) -> bool:
-    """Tell whether two paths or names on the Hub end alike, whatever the folder or owner."""
-    return PurePath(one).name.lower() == PurePath(other).name.lower()
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:

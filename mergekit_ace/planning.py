@@ -23,7 +23,6 @@ from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
 from transformers import PretrainedConfig
 
-from mergekit_ace.algebra.task_vectors import FixedLayout
 from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
@@ -35,12 +34,7 @@ from mergekit_ace.files.checkpoints import (
     names_of,
 )
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
-from mergekit_ace.methods.architecture import (
-    BUFFER,
-    find_architecture,
-    model_names,
-    stored_layout,
-)
+from mergekit_ace.methods.architecture import BUFFER, find_architecture, model_names
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, sweep
 from mergekit_ace.naming import in_bytes, is_counter, layer_of, listed, stack_size
 
@@ -95,12 +89,6 @@ class PlannedTensor:
             name = parameter.name
             parameters[name] = {model: own[model].get(name) for model in self.experts}
         return TensorSettings(self.name, self.base, self.experts, parameters)
-
-    def layout(self, ndim: int) -> FixedLayout:
-        """Return how this tensor of so many axes is read; by mergekit's own methods as by ours."""
-        if isinstance(self.method, TaskVectorMethod):
-            return self.method.layout(self.settings, ndim)
-        return stored_layout("auto", self.base, self.name, ndim)
 
 
 def _stored_headers(
@@ -185,7 +173,7 @@ def plan_merge(
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = find_architecture(copy.referenced_models(), config_donor(copy), options)
     out = _result_config(copy, architecture, options)
-    planner = HeaderPlanner(copy, architecture, options, out, checkpoints or {})
+    planner = HeaderPlanner(checkpoints or {}, copy, architecture, options, out)
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except RuntimeError as error:
@@ -239,15 +227,8 @@ class HeaderPlanner(MergePlanner):
     `heads` are those that the base has for another number of labels than an expert.
     """
 
-    def __init__(
-        self,
-        config: MergeConfiguration,
-        architecture: ModelArchitecture,
-        options: MergeOptions,
-        out_config: PretrainedConfig,
-        checkpoints: Checkpoints,
-    ):
-        super().__init__(config, architecture, options, out_config)
+    def __init__(self, checkpoints: Checkpoints, *planned: Any):
+        super().__init__(*planned)
         self.checkpoints, self.heads = checkpoints, list[str]()
 
     def plan_tensor(
@@ -319,7 +300,8 @@ class HeaderPlanner(MergePlanner):
 
     def _has_other_labels(self, headers: Mapping[ModelReference, TensorHeader]) -> bool:
         """Tell whether a tensor has a row per label of a classifier, and these are not as many."""
-        labels = [(self.checkpoints[model].labels,) for model in headers]
+        configs = (self.checkpoints[model].config for model in headers)
+        labels = [(len(c.get("id2label") or (0, 1)),) for c in configs]  # written unless it is 2
         rows = [header.shape[:1] for header in headers.values()]
         return len(set(labels)) > 1 and rows == labels
 
@@ -333,7 +315,9 @@ class HeaderPlanner(MergePlanner):
         stored = {header.dtype for header in headers.values()}
         if len(stored) != 1:
             return None
-        dtype = DTYPES[next(iter(stored))]
+        dtype = DTYPES.get(next(iter(stored)))
+        if dtype is None:  # which mergekit does not read
+            return None
         own = str(dtype).removeprefix("torch.")
         if own in _WHOLE_NUMBERS:
             return own

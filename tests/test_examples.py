@@ -112,7 +112,7 @@ def tiny_quickstart(quickstart, in_process, tmp_path, monkeypatch):
 
 def test_quickstart_from_end_to_end(tiny_quickstart, run_example, tmp_path):
     table = run_example("quickstart", "quickstart")
-    rows = "base, expert topaz, expert opal, linear, task_arithmetic, ties, dare_ties, ace, ace_plus"
+    rows = "base, expert topaz, linear, task_arithmetic, ties, dare_ties, ace, ace_plus"
     for row in rows.split(", "):
         assert f"\n{row}" in table
     assert table.count("(best)") == table.count("\ntask_arithmetic") == 1

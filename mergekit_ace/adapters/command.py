@@ -36,7 +36,6 @@ from mergekit_ace.adapters.read import (
     read_adapters,
 )
 from mergekit_ace.files.checkpoints import (
-    DTYPE_NAMES,
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
     Checkpoint,
@@ -60,7 +59,7 @@ from mergekit_ace.merge_config import (
 )
 from mergekit_ace.methods.base import first_that_fits, flush_notices
 from mergekit_ace.methods.report_lines import REPORTED_PACKAGES
-from mergekit_ace.naming import ConfigError, in_bytes, listed, same_name
+from mergekit_ace.naming import ConfigError, in_bytes, listed
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, UnplannedTensor, plan_merge
 
 LOG = logging.getLogger(__name__)
@@ -92,13 +91,9 @@ def merge_adapters(
     adapters = list(own.values())
     _check_folder(out, adapters, overwrite=overwrite)
     for one in adapters:
-        named = one.config.base_model_name_or_path
-        if named and not same_name(named, base.model.path):
-            LOG.warning("the adapter %s was trained on %s, not on %s", one.name, named, base)
-    headers = {
-        name: TensorHeader(DTYPE_NAMES.get(tensor.dtype, "F32"), tuple(tensor.shape), "")
-        for name, tensor in network.state_dict().items()
-    }
+        if other := one.other_base(base.model):
+            LOG.warning("the adapter %s was trained on %s, not on %s", one.name, other, base)
+    headers = dict.fromkeys(network.state_dict(), TensorHeader("F32", (), ""))  # names will do
     with headers_only([Checkpoint(model, None, headers) for model in (base, *own)]):
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)

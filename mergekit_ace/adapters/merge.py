@@ -76,7 +76,7 @@ def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
     method, change = planned.method, next(iter(changes))
     ndim = len(change.shape)
     if isinstance(method, TaskVectorMethod):
-        layout = planned.layout(ndim)
+        layout = method.layout(planned.settings, ndim)
         fits = has_low_rank(layout, ndim, stack=change.is_stack)
         high = "" if fits else f"{planned.name} is not of low rank where `layout` is {layout}"
         return method.leaves_span(planned.settings.parameters) or high

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, cast
 
+import huggingface_hub
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
@@ -34,6 +36,7 @@ Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's f
 
 MERGE_MODELS = "merge full models, made by peft's merge_and_unload"
 _NAME = "default"  # of the adapter, within PEFT
+_QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
 # Settings by which an adapter is more than scaled products of A and B, added to weights: those that
 # PEFT itself calls variants, but for one of the training alone, and some others.
 _REFUSED = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")}
@@ -118,6 +121,15 @@ class Adapter:
     file: Path  # with the adapter's tensors
     dtype: torch.dtype  # the widest of these
 
+    def other_base(self, base: ModelPath) -> str:
+        """Return what the adapter was trained on, if its config names another model or revision."""
+        named, revision = self.config.base_model_name_or_path, self.config.revision
+        own = PurePath(_QUANTISED_NAME.sub("", named or base.path)).name
+        if named and own.lower() != PurePath(base.path).name.lower():
+            return named
+        known = revision in (None, "main", base.revision)  # PEFT seldom writes it
+        return "" if known or Path(base.path).is_dir() else f"{base.path}@{revision}"
+
     def check_ties(self) -> None:
         """Raise if the adapter changes one of two tensors that are one (tied) in the base.
 
@@ -160,13 +172,14 @@ def adapter_folder(reference: ModelPath) -> Path:
     """Return where an adapter's files are, once they are downloaded."""
     if folder := files.existing_folder(reference.path):
         return folder
-    folder = files.hub_file(reference, "adapter_config.json").parent
+    wanted = ["adapter_config.json", "adapter_model.safetensors", *files.TOKENIZER_FILES]
     try:
-        files.hub_file(reference, "adapter_model.safetensors")
-    except FileError as error:
-        remedy = "if it has only a .bin file, load it by peft, and save it by save_pretrained"
-        raise FileError(f"{error}; {remedy}") from error
-    return folder
+        folder = huggingface_hub.snapshot_download(
+            reference.path, revision=reference.revision, allow_patterns=wanted
+        )
+    except Exception as error:  # of many kinds: no such model, no access, no network
+        raise files.unreachable(reference, error) from error
+    return Path(folder)
 
 
 def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ from mergekit_ace.merge_config import (
     safetensors_dtype,
 )
 from mergekit_ace.methods.architecture import BY_FILES
-from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed, same_name
+from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
 from mergekit_ace.planning import (
     MergeEstimate,
     PlannedMerge,
@@ -62,7 +61,6 @@ DEQUANTISE = (
 )
 _MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
 _ANOTHER = "replace the model by one of the same architecture, or save it again"
-_QUANTISED_NAME = re.compile(r"(-unsloth)?(-bnb)?-[48]bit$", re.IGNORECASE)
 # What changes the function that the same weights compute. mergekit writes the base's config.
 _FUNCTION = """
     model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -123,8 +121,11 @@ def check_merge(
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         if strict:
-            bare_adapters = unplanned is None and not options.lora_merge_cache
-            findings += _check_models(checkpoints, config, bare_adapters)
+            bare = unplanned is None and not options.lora_merge_cache
+            findings += _check_adapters(checkpoints, bare)
+            for look in (_check_dtypes, _check_heads, _check_functions, _check_chat_templates,
+                         _check_tokenizers):  # fmt: skip
+                findings += look(checkpoints, config)
         with headers_only(list(checkpoints.values())):
             try:
                 plan = plan_merge(config, options, checkpoints, as_run=unplanned is not None)
@@ -208,21 +209,6 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         )
 
 
-def _check_models(
-    checkpoints: Checkpoints, config: MergeConfiguration, bare_adapters: bool
-) -> Iterator[Finding]:
-    """Find what is wrong with models, before their merge is planned.
-
-    `bare_adapters` are merged into their base first, and into no cache.
-    """
-    yield from _check_adapters(checkpoints, bare_adapters)
-    yield from _check_dtypes(checkpoints, config)
-    yield from _check_heads(checkpoints, config.base_model)
-    yield from _check_functions(checkpoints, config.base_model)
-    yield from _check_chat_templates(checkpoints, config)
-    yield from _check_tokenizers(checkpoints, config)
-
-
 def _check_dtypes(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find dtypes that differ, cannot be merged, or are rounded too early."""
     main = {model: checkpoint.main_dtype for model, checkpoint in checkpoints.items()}
@@ -260,8 +246,9 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _check_heads(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+def _check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
+    base = config.base_model
     stored = {m: next(filter(_is_head, one.headers), "") for m, one in checkpoints.items()}
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
@@ -293,8 +280,9 @@ def _ties_head(config: Mapping[str, Any]) -> bool | None:
     return getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", None)
 
 
-def _check_functions(checkpoints: Checkpoints, base: ModelReference | None) -> Iterator[Finding]:
+def _check_functions(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find what the base's `config.json` says differently of an expert's weights."""
+    base = config.base_model
     origin = _function(checkpoints[base].config) if base is not None else {}
     for model, checkpoint in checkpoints.items():
         own = _function(checkpoint.config)
@@ -328,7 +316,7 @@ def _check_chat_templates(
     """Find a result without a chat template though all experts have one."""
     donor = tokenizer_donor(config)
     speaks = {
-        model: bool(checkpoint.read_json(TOKENIZER_CONFIG).get("chat_template"))
+        model: bool(json_or_empty(checkpoint.file(TOKENIZER_CONFIG)).get("chat_template"))
         or any(map(checkpoint.file, ("chat_template.jinja", "chat_template.json")))
         for model, checkpoint in checkpoints.items()
         if model.lora is None and _has_tokenizer(checkpoint)
@@ -463,31 +451,25 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
 
 
 def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
-    """Find what hinders adapters, or does not fit the models that they are put onto."""
+    """Find what hinders adapters, or does not fit the models that they are put onto.
+
+    `bare` are merged into their base first, and into no cache.
+    """
     adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
     ours = "merge by mergekit-ace merge, which need not; or "
     for model, lora in adapted:
         try:
-            read_adapters([model])[model].check_ties()
+            adapter = read_adapters([model])[model]
+            if other := adapter.other_base(model.model):
+                yield Finding.warning(
+                    f"the adapter {lora} was trained on {other}, not on {model.model}",
+                    "put it onto the model that it was trained on",
+                )
+            adapter.check_ties()
         except ConfigError:  # mergekit merges it by PEFT
             ours = ""
         except FileError as error:
             yield Finding.error(str(error))
-        settings = json_or_empty(Path(lora.path, "adapter_config.json"))
-        base = model.model
-        made_for = settings.get("base_model_name_or_path")
-        if made_for and not same_name(_QUANTISED_NAME.sub("", made_for), base.path):
-            yield Finding.warning(
-                f"the adapter {lora} was trained on {made_for}, not on {base}",
-                "put it onto the model that it was trained on",
-            )
-        revision = settings.get("revision")
-        known = revision in (None, "main", base.revision)  # PEFT seldom writes it
-        if not known and not Path(base.path).is_dir():
-            yield Finding.warning(
-                f"the adapter {lora} was trained on revision {revision} of {base.path}",
-                f"write {base.path}@{revision}+{lora}",
-            )
     if adapted and bare:
         names = listed([str(lora) for _, lora in adapted])
         yield Finding.warning(

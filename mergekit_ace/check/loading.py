@@ -30,18 +30,16 @@ _FAILURE = "its tensors cannot be put together"
 Faults = Mapping[str, Sequence[str]]  # names of tensors by what is wrong with them
 
 
-def verify_model(
-    folder: Path, donor: ModelReference, donor_folder: Path, *, trust_remote_code: bool
-) -> str:
+def verify_model(folder: Path, donor: Path, *, trust_remote_code: bool) -> str:
     """Return what is wrong with a result as transformers would load it; empty for a whole model.
 
-    Only headers are read. `donor` is the model that gave the result its config, see `_new_faults`.
+    Only headers are read. `donor` holds the model of the result's config, see `_new_faults`.
     """
     config = merged_model(folder).config(trust_remote_code=trust_remote_code)
     result = _loading_faults(config, read_headers(folder), trust_remote_code)
     if not result:
         return ""
-    return _new_faults(result, donor, read_headers(donor_folder), trust_remote_code)
+    return _new_faults(result, merged_model(donor), read_headers(donor), trust_remote_code)
 
 
 def check_loading(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:

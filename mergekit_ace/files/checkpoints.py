@@ -41,7 +41,6 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
@@ -283,27 +282,12 @@ class Checkpoint:
     quantised: str = ""  # method of what is dequantised when read: headers are of the result
 
     @cached_property
-    def index(self) -> ShardedTensorIndex:
-        """What mergekit's planner reads."""
-        paths = {name: header.file for name, header in self.headers.items()}
-        return ShardedTensorIndex("", True, paths, [])
-
-    @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`; empty where there is none."""
-        return self.read_json("config.json")
-
-    @property
-    def labels(self) -> int:
-        """The number of labels of a classifier; transformers writes none where there are two."""
-        return len(self.config.get("id2label") or (0, 1))
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Read a small JSON file of the checkpoint; it is fetched if the model is on the Hub."""
-        return json_or_empty(self.file(name))
+        return json_or_empty(self.file("config.json"))
 
     def file(self, name: str) -> Path | None:
-        """Return where a small file of the checkpoint lies; None where there is none."""
+        """Return where a small file lies, fetched from the Hub if need be; None without one."""
         if self.folder is not None and (self.folder / name).is_file():
             return self.folder / name
         return find_model_file(self.model.model, name)  # not every file of the Hub is in its cache
@@ -343,37 +327,28 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
-    source = model.model
-    if folder := existing_folder(source.path):
-        return checkpoint_of(model, folder)
-    name, revision = source.path, source.revision
-    with suppress(Exception):  # a snapshot in the cache may lack files
-        known = snapshot_download(name, revision=revision, local_files_only=True)
-        return checkpoint_of(model, Path(known))
-    try:
-        metadata = get_safetensors_metadata(name, revision=revision)
-    except Exception as error:
-        raise unreachable(source, error) from error
-    headers = {
-        name: TensorHeader(info.dtype, tuple(info.shape), file)
-        for file, content in metadata.files_metadata.items()
-        for name, info in content.tensors.items()
-    }
-    return _dequantised(Checkpoint(model, None, headers))
-
-
-def checkpoint_of(model: ModelReference, folder: Path) -> Checkpoint:
-    """Return the headers of a model that lies in a folder."""
-    return _dequantised(Checkpoint(model, folder, read_headers(folder)))
-
-
-def _dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """Return what can be read of a checkpoint, which may be quantised."""
-    config, headers = checkpoint.config, checkpoint.headers
-    found = find_quantisation(config, headers) if "quantization_config" in config else None
-    if found is None:
-        return checkpoint
-    return replace(checkpoint, headers=found.headers(headers), quantised=found.method)
+    name, revision, headers = model.model.path, model.model.revision, None
+    if folder := existing_folder(name):
+        headers = read_headers(folder)
+    else:
+        with suppress(Exception):  # a snapshot in the cache may lack files
+            known = Path(snapshot_download(name, revision=revision, local_files_only=True))
+            folder, headers = known, read_headers(known)
+    if headers is None:
+        try:
+            metadata = get_safetensors_metadata(name, revision=revision)
+        except Exception as error:
+            raise unreachable(model.model, error) from error
+        headers = {
+            name: TensorHeader(info.dtype, tuple(info.shape), file)
+            for file, content in metadata.files_metadata.items()
+            for name, info in content.tensors.items()
+        }
+        folder = None
+    checkpoint = Checkpoint(model, folder, headers)
+    if found := find_quantisation(checkpoint.config, headers):
+        return replace(checkpoint, headers=found.headers(headers), quantised=found.method)
+    return checkpoint
 
 
 @contextmanager
@@ -394,7 +369,9 @@ def headers_only(checkpoints: Sequence[Checkpoint]) -> Iterator[None]:
     """Let mergekit plan with these indices, so that it downloads nothing and merges no adapter."""
     with own_loaders():
         for checkpoint in checkpoints:
-            LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(checkpoint.index)
+            paths = {name: header.file for name, header in checkpoint.headers.items()}
+            index = ShardedTensorIndex("", True, paths, [])
+            LoaderCache().loaders[checkpoint.model] = LazyTensorLoader(index)
         yield
 
 

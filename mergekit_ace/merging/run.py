@@ -120,10 +120,9 @@ def _compute(
 
 def _check_result(folder: Path, plan: PlannedMerge, *, strict: bool) -> None:
     """Raise a `ConfigError`, or warn, if transformers would not load all of the result."""
-    donor, trust = config_donor(plan.config), plan.options.trust_remote_code
-    origin = Path(LoaderCache().get(donor).index.base_path)
+    donor = Path(LoaderCache().get(config_donor(plan.config)).index.base_path)
     try:
-        problem = verify_model(folder, donor, origin, trust_remote_code=trust)
+        problem = verify_model(folder, donor, trust_remote_code=plan.options.trust_remote_code)
     except ConfigError as error:
         say(plan, f"whether the result loads was not checked: {str(error).splitlines()[0]}")
         return

@@ -51,7 +51,7 @@ def find_workers(job: MergeJob, count: int, address: str | None, memory: int) ->
 def assign_gpus(device: str | None, count: int) -> list[str | None]:
     """Return the GPU of every worker of this machine, of which several may share one."""
     names: Sequence[str | None] = [None]
-    if str(device).startswith("cuda") and torch.cuda.is_available():
+    if device == "cuda" and torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     return [names[n % len(names)] for n in range(count)]

@@ -13,7 +13,7 @@ import click
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 
-from mergekit_ace.check.loading import merged_model, verify_model
+from mergekit_ace.check.loading import verify_model
 from mergekit_ace.files.checkpoints import add_model_files, config_donor, find_model_file
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.merge_config import read_merge_config
@@ -55,8 +55,7 @@ def update_card(folder: Path, lines: Path | None) -> None:
     if donor is not None:
         # weights of the base may be gone, an architecture may have code of its own
         with suppress(OSError, RuntimeError, ValueError):
-            model = merged_model(donor.parent)
-            problem = verify_model(folder, model, donor.parent, trust_remote_code=False)
+            problem = verify_model(folder, donor.parent, trust_remote_code=False)
     if problem:
         raise ConfigError(
             f"{folder} is no model that transformers loads whole: {problem}. Merge again with "

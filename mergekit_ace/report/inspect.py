@@ -116,7 +116,7 @@ class InspectTensor(ExecuteMergeMethodTask):
         check_finite("inspect", group)
         method, parameters = _deciding_method(planned)
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim)
-        settings = replace(settings, layout=planned.layout(base.ndim))
+        settings = replace(settings, layout=method.layout(settings, base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
         name = settings.parameters.get("compute_dtype", "float32")
         dtype = torch.promote_types(getattr(torch, name), base.dtype)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
@@ -21,7 +20,6 @@ from mergekit_ace.naming import (
     ConfigError,
     layer_of,
     listed,
-    module_of,
     natural_order,
     relative_depths,
     short_names,
@@ -41,7 +39,8 @@ def read_records(path: Path) -> list[Record]:
     records: dict[str | int, Record] = {}
     number = 0
     try:
-        for number, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        lines = path.read_text("utf-8-sig", errors="replace").split("\n")
+        for number, text in enumerate(lines, start=1):
             if text.strip():
                 record = Record.model_validate_json(text)
                 records[number if record.tensor is None else record.tensor] = record
@@ -53,8 +52,6 @@ def read_records(path: Path) -> list[Record]:
             f"line {number} of {path} is not the line of a report: {what}; remove it, or give the "
             "file that `report:` of a merge, or `mergekit-ace inspect`, wrote"
         ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
     return list(records.values())
 
 
@@ -87,8 +84,7 @@ class Report:
         by_length = sorted(self.records, key=lambda record: -len(record.models))
         self.models = list(dict.fromkeys(model for r in by_length for model in r.models))
         self.experts = short_names(self.models)
-        count = len(self.models)
-        self.looked_at = [r for r in self.records if r.norm and len(r.models) == count]
+        self.looked_at = [r for r in self.records if r.norm and list(r.models) == self.models]
 
     @cached_property
     def matrices(self) -> Any:
@@ -165,7 +161,7 @@ class Report:
 
 def summarize(report: Report) -> Iterator[str]:
     """Yield what a report says in words, most important first."""
-    rules = Counter(report.matrices.rule).most_common()
+    rules = report.matrices.rule.value_counts().items()
     parts = [f"{count} {report.rules.get(rule, rule)}" for rule, count in rules]
     experts = _count(len(report.models), "expert")
     yield f"{_count(len(report.records), 'tensor')} of {experts}: {listed(parts)}."
@@ -225,7 +221,8 @@ def _decisions(report: Report) -> Iterator[str]:
     ridges = report.having("amplification").sort_values("amplification", ascending=False)
     large = ridges[ridges.amplification > LARGE]
     if len(large):
-        modules = [module for module, _ in Counter(map(module_of, large.tensor)).most_common()]
+        names = large.tensor.str.removesuffix(".weight").str.rpartition(".")[2]
+        modules = [*names.value_counts().index]
         worst = zip(large.amplification[:3], large.label, strict=False)
         named = [f"{amplification:.3g} in {label}" for amplification, label in worst]
         yield (

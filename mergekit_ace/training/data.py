@@ -105,9 +105,7 @@ class SampleReader:
         self.model, self.kind, self.processor = model, kind, processor
         self.data = fit_to_model(data, model)
 
-    def read(
-        self, rows: Dataset, split: str, size: int, *, quiet: bool = True
-    ) -> list[Example]:
+    def read(self, rows: Dataset, split: str, size: int, *, quiet: bool = True) -> list[Example]:
         """Return rows as complete samples; warn of what is cut off.
 
         Where rows lack answers, `size` of them are written at once; these samples come last. With

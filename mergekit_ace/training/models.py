@@ -121,9 +121,7 @@ def claim_models(config: TrainConfig, run: TrainingRun, *, overwrite: bool) -> M
     return Models(config, run, folders[0], tuple(folders[1:]), processor, kind)
 
 
-def local_folder(
-    reference: str | ModelReference, adapters: Path, trust_remote_code: bool
-) -> str:
+def local_folder(reference: str | ModelReference, adapters: Path, trust_remote_code: bool) -> str:
     """Return the folder of a model: itself, downloaded, or with its adapter in `adapters`."""
     parsed = ModelReference.model_validate(reference)
     files.check_references([parsed])

@@ -71,18 +71,20 @@ def test_a_bin_file_is_not_opened(folder):
     assert not (folder / "harm").exists()
 
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
 def test_names_on_the_hub(made, monkeypatch):
     asked = []
 
-    def download(repository, name, revision=None):
-        asked.append((repository, name, revision))
-        return str(made.folder / name)
+    def download(repository, revision=None, allow_patterns=()):
+        asked.append((repository, revision, {"tokenizer.json", *FILES} <= {*allow_patterns}))
+        return str(made.folder)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     adapter = read("someone/adapter@v2")
     assert (adapter.name, adapter.file.parent) == ("someone/adapter@v2", made.folder)
-    files = ("adapter_config.json", "adapter_model.safetensors")
-    assert asked == [("someone/adapter", name, "v2") for name in files]
+    assert asked == [("someone/adapter", "v2", True)]
 
 
 def refuse(folder: Path, *words: str, network=None) -> None:
