@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.methods.architecture import build_empty, read_names
+from mergekit_ace.methods.architecture import empty_network, read_names
 
 LLAMA = {
     "vocab_size": 40,
@@ -153,8 +153,7 @@ def loading_faults(model_class: type, path: str | Path) -> dict[str, list[str]]:
 
 def special_layouts(folder: str, names: set[str]) -> dict[str, str]:
     """Layouts of tensors of files that their names do not tell, from the modules in memory."""
-    config = ModelReference.model_validate(folder).config()
-    network = build_empty(config, trust_remote_code=False)
+    network = empty_network(ModelReference.model_validate(folder))
     memory = read_names(network, names).memory
     flat = any(isinstance(module, torch.nn.BatchNorm2d) for module in network.modules())
     modules = dict(network.named_modules())

@@ -10,7 +10,6 @@ import torch
 from mergekit_ace.algebra.learner import Learner, LearnerConfig
 from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
-from mergekit_ace.naming import relative_depths
 
 
 def make_file(
@@ -29,8 +28,6 @@ def make_file(
     network = Learner(config, *shape)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    depths = relative_depths(names)
-    statistics = torch.rand(*shape, config.features, generator=generator, dtype=torch.float64)
     experts = zip(tasks or models, models, strict=True)
     return CoefficientFile(
         Contents(
@@ -42,8 +39,5 @@ def make_file(
             **contents,
         ),
         torch.randn(shape, generator=generator),
-        statistics,
-        torch.tensor([depths[name] for name in names]),
         network.state_dict(),
-        torch.arange(len(names)),
     )

@@ -48,11 +48,11 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     assert "memory  about" in checked
     inspected = command("inspect", config, tmp_path / "inspected", "--quiet")
     assert about in inspected
-    assert "21 tensors of 2 experts: 21 between two experts." in inspected
+    assert "21 tensors of 2 experts: 21 merged by Mean of two." in inspected
     command("report", lines, tmp_path / "page.html")
     for page in (tmp_path / "page.html", tmp_path / "inspected" / "report.html"):
         text = page.read_text()
-        for shown in ("<title>Mean of two: ", about, "21 between two experts", "{doe2026mean,"):
+        for shown in ("<title>Mean of two: ", about, "21 merged by Mean of two", "{doe2026mean,"):
             assert shown in text
         assert "xu2026ace" not in text
     command("card", out, "--report", lines)
@@ -107,19 +107,6 @@ def test_a_process_that_imports_ours_first_and_says_a_notice_at_its_end():
     assert "ace: 1 tensor" in done.stderr
     assert done.stdout == "AceMerge\n"
     assert "not registered" not in done.stderr
-
-
-def test_refinements_that_are_left_out(said):
-    rng = torch.Generator().manual_seed(3)
-    shared = torch.randn(8, 1, generator=rng) @ torch.randn(1, 24, generator=rng)
-    experts = [s * (shared + 0.03 * torch.randn(8, 24, generator=rng)) for s in (0.1, 0.001)]
-    parameters = {"adaptive_normalization": "always", "spectral_refinement": "always"}
-    for weight, told in (([1.0, 1.0], 0), ([0.03, 1.0], 1)):
-        given = {**parameters, "weight": weight}
-        merge_tensors([torch.zeros(8, 24), *experts], "ace", base_index=0, parameters=given)
-        messages = said()
-        assert len(messages) == told
-    assert "in 1 tensor the refinement would have turned the merge against the" in messages[0]
 
 
 def test_a_result_that_float16_could_not_hold(said):

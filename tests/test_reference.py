@@ -11,6 +11,7 @@ from commands import command
 import mergekit_ace
 from mergekit_ace import AceOptions
 from mergekit_ace.methods.ace import AceMerge
+from mergekit_ace.methods.base import describe_type
 from mergekit_ace.methods.parameters import option_parameters
 from mergekit_ace.plugin import our_methods
 
@@ -29,7 +30,8 @@ def test_what_is_said_of_a_method(method):
         assert parameter.method == spec.name
         assert parameter.description.endswith(".")
         assert parameter.validate(parameter.default) == parameter.default
-        for said in (f"* `{parameter.name}`: ", parameter.allowed, parameter.description):
+        allowed = describe_type(parameter.value_type)
+        for said in (f"* `{parameter.name}`: ", allowed, parameter.description):
             assert said
             assert " ".join(said.split()) in text
     assert "* `report`: " in text

@@ -233,7 +233,9 @@ def _closed_form(
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if finished and coefficients != ones:
-        merged, _, numbers = solver(replace(problem, rank=0), vectors, coefficients)
+        merged, _, own = solver(replace(problem, rank=0), vectors, coefficients)
+        worse = own[2] * numbers[3] > numbers[2] * own[3]  # the relative error of X decides
+        numbers = [torch.where(worse, one, other) for one, other in zip(own, numbers, strict=True)]
     numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)

@@ -20,7 +20,6 @@ from mergekit_ace.methods.base import (
     TaskVectorMethod,
     TensorSettings,
     Work,
-    cited,
     method_spec,
     notice,
 )
@@ -37,7 +36,6 @@ class RidgeMethod(TaskVectorMethod):
     """A method that solves a ridge regression per matrix, of any number of experts."""
 
     options_class: ClassVar[type[PlusOptions]]
-    citations = cited("xu2026ace")
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
     products = 2.0  # the system and the numerator
@@ -122,7 +120,10 @@ class RidgeMethod(TaskVectorMethod):
     def working(self, rows: int, columns: int, experts: int) -> int:
         entries, size = rows * columns, min(columns, experts * rows)
         refinement = 4 * entries * self.options_class.refines  # which works in float64
-        return 4 * (2 * min(experts * entries, LARGEST_STACK) + 2 * size**2 + refinement)
+        stack = experts * entries
+        if columns <= 2 * rows:  # else it is formed whole
+            stack = min(stack, LARGEST_STACK)
+        return 4 * (2 * stack + 2 * size**2 + refinement)
 
 
 def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
@@ -150,17 +151,8 @@ class AceMerge(RidgeMethod):
         (WEIGHT, *option_parameters(AceOptions), SIDE, LAYOUT, *INPUTS),
     )
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
-    own_rule = "merged by the closed form"
     options_class = AceOptions
     products = 5.0  # with the refinement
-
-    def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
-        super().mention(settings, record)
-        if any(matrix.rank and not matrix.refined for matrix in record.matrices):
-            notice(
-                "ace: in {tensors} the refinement would have turned the merge against the "
-                "experts, and was left out"
-            )
 
 
 class RelativeAceMerge(RidgeMethod):
@@ -181,7 +173,6 @@ class RelativeAceMerge(RidgeMethod):
         "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
         "merges embeddings row by row unless they are also the head; ours, not the paper's."
     )
-    own_rule = "merged by the closed form of relative covariances"
     options_class = RelativeOptions
 
 
@@ -198,10 +189,9 @@ class PlusAceMerge(RidgeMethod):
         "Solves the regression of `ace_relative`, and strengthens the directions that are weak in "
         "its result where experts are unlike; ours, not the paper's."
     )
-    own_rule = "merged by the closed form, with a flatter spectrum"
     options_class = PlusOptions
     ill_conditioned = ""
-    citations = cited("xu2026ace", "gargiulo2025tsv")
+    also_cites = ("2412.00081",)
     products = 3.0  # the system, the numerator and what flattens the spectrum
 
     def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:

@@ -95,13 +95,8 @@ def empty_network(model: ModelReference) -> PreTrainedModel:
     """Instantiate the architecture of a model on the meta device: names and types, no memory."""
     trust = LoaderCache().trust_remote_code
     config = ModelReference(model=model.model).config(trust_remote_code=trust)
-    return build_empty(config, trust_remote_code=trust)
-
-
-def build_empty(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Instantiate the model of a config on the meta device, or raise what transformers raises."""
     with init_empty_weights(include_buffers=True):
-        return model_class(config, trust_remote_code)(config)
+        return model_class(config, trust)(config)
 
 
 def model_class(config: PretrainedConfig, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -193,18 +188,6 @@ class StoredNames:
     vocabulary: Mapping[str, int]  # axes with an entry per token, by names in memory
     kinds: Mapping[str, StoredKind]  # by names without numbers and the model's prefix
     convolutional: bool  # whether the network has no embeddings, as a ResNet
-
-    @property
-    def needed(self) -> set[str]:
-        """Names in files without which a model is not whole."""
-        whole = {name for name, target in self.memory.items() if target not in self.ties}
-        return whole | self.converted
-
-    @property
-    def inferred(self) -> bool:
-        """Whether mergekit infers the same: it goes by names in memory, and embeddings."""
-        same = all(name == known for name, known in self.memory.items()) and not self.converted
-        return same and bool(self.vocabulary)
 
     def kind(self, tensor_name: str | None) -> StoredKind | None:
         """Return the kind of a weight; None for one that is a matrix as it is stored."""
@@ -373,7 +356,12 @@ def _architecture_by_files(
     Tensors that only some layers have are optional, as are those that transformers does not load.
     """
     held = tensor_names(donor)
-    needed = names.needed if names else set(held)
+    needed, kind = {*held}, BY_FILES
+    if names:
+        whole = {name for name, target in names.memory.items() if target not in names.ties}
+        needed = whole | names.converted
+        same = all(name == known for name, known in names.memory.items()) and not names.converted
+        kind = "" if same and names.vocabulary else BY_FILES  # mergekit infers the same
     text_names = [_by_text_name(model) for model in mixed]
     loose: list[WeightInfo] = []
     stacks: dict[str, dict[str, dict[int, WeightInfo]]] = {}  # by stack, template and layer
@@ -400,7 +388,7 @@ def _architecture_by_files(
     return ModelArchitecture(
         modules=modules,
         architectures=[],
-        model_type="" if names and names.inferred else BY_FILES,
+        model_type=kind,
         vocab_size_config_key=_config_key(config, "vocab_size"),
     )
 

@@ -54,23 +54,11 @@ _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
 
-def cited(*keys: str) -> tuple[str, ...]:
-    """Return the entries in BibTeX of papers of `citations.bib`, which lies beside this file."""
-    text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
-    entries = text.strip().split("\n\n")
-    return tuple(entry for key in keys for entry in entries if f"{{{key}," in entry)
-
-
 @dataclass(frozen=True)
 class NamedParameter(ParameterSpec):
     """A mergekit parameter that explains itself when its value is wrong."""
 
     method: str = ""  # that has it
-
-    @property
-    def allowed(self) -> str:
-        """What a value may be, in words such as "a number, 0 or greater"."""
-        return describe_type(self.value_type)
 
     def validate(self, value: Any) -> Any:
         """Return `value` as its type, or raise a `ValueError` that names what is allowed."""
@@ -83,7 +71,7 @@ class NamedParameter(ParameterSpec):
             reason = f" ({cause})" if cause else ""
             raise ValueError(
                 f"{self.method}: parameter {self.name!r} is {value!r}{reason}; "
-                f"allowed: {self.allowed}"
+                f"allowed: {describe_type(self.value_type)}"
             ) from None
 
 
@@ -179,8 +167,7 @@ class TaskVectorMethod(GroupMergeMethod):
     """
 
     summary: ClassVar[str]  # what the method does, in one sentence
-    citations: ClassVar[tuple[str, ...]]  # the papers to cite, in BibTeX
-    own_rule: ClassVar[str]  # what its formula does with tensors, after "12 tensors are …"
+    also_cites: ClassVar[tuple[str, ...]] = ()  # numbers on arXiv, beside the paper's
     ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
@@ -263,11 +250,18 @@ class TaskVectorMethod(GroupMergeMethod):
     def rules(self) -> dict[str, str]:
         """Words for what is done with tensors, by the rule in their records."""
         return {
-            self.spec.name: self.own_rule,
+            self.spec.name: f"merged by {self.spec.pretty_name}",
             "mean": "by the mean (vectors)",
             "single": "taken from the only expert that changed them",
             "base": "as in the base (changed by no expert)",
         }
+
+    @property
+    def citations(self) -> tuple[str, ...]:
+        """The papers to cite, in BibTeX, as `citations.bib` has them."""
+        entries = Path(__file__).with_name("citations.bib").read_text("utf-8").strip().split("\n\n")
+        numbers = (str(self.spec.reference_url).rpartition("/")[2], *self.also_cites)
+        return tuple(entry for number in numbers for entry in entries if number in entry)
 
     @property
     def about(self) -> str:

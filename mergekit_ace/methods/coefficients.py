@@ -34,8 +34,7 @@ from mergekit_ace.methods.architecture import tensor_names
 from mergekit_ace.methods.base import TensorSettings, describe
 from mergekit_ace.naming import ConfigError, FileError, listed, relative_depths
 
-FORMAT = {"format": "mergekit-ace coefficients", "version": "1"}
-_TENSORS = ("coefficients", "statistics", "depths", "groups")
+FORMAT = {"format": "mergekit-ace coefficients", "version": "2"}
 Granularity = Literal["tensor", "kind", "block", "task"]
 Basis = Literal["task_vector", "ace", "ace_relative", "ace_plus"]
 
@@ -74,25 +73,17 @@ class CoefficientFile:
 
     Attributes:
         coefficients: λ, (K, L), float32; K + 1 rows where the last one is of a refinement.
-        statistics: (K, L, F), float64, what the learner was given; likewise.
-        depths: (L,), float32.
         learner_state: of the trained network.
-        groups: (L,), int64: tensors of one group, 0 … G − 1, share a coefficient.
     """
 
     contents: Contents
     coefficients: Tensor
-    statistics: Tensor
-    depths: Tensor
     learner_state: Mapping[str, Tensor]
-    groups: Tensor
 
     def __post_init__(self) -> None:
-        shape = (self.contents.rows, len(self.contents.tensors))
-        expected = [shape, (*shape, self.contents.learner.features), shape[1:], shape[1:]]
-        found = [tuple(getattr(self, name).shape) for name in _TENSORS]
-        if found != expected:
-            raise ValueError(f"tensors have shapes {found}, expected {expected}")
+        expected = (self.contents.rows, len(self.contents.tensors))
+        if (found := tuple(self.coefficients.shape)) != expected:
+            raise ValueError(f"the coefficients have the shape {found}, expected {expected}")
         if not self.coefficients.isfinite().all():
             raise ValueError("there are coefficients that are NaN or Inf")
 
@@ -104,16 +95,15 @@ class CoefficientFile:
 
     @cached_property
     def learner(self) -> Learner:
-        """Trained network."""
-        groups = int(self.groups.max()) + 1
+        """Trained network, of `input: shared`, which knows no numbers of experts and tensors."""
         with torch.device("cpu"):  # also inside of mergekit's own `with torch.device(…)`
-            network = Learner(self.contents.learner, len(self.coefficients), groups)
+            network = Learner(self.contents.learner, 1, 1)
         network.load_state_dict(self.learner_state)
         return network.eval().requires_grad_(False)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the file whole or not at all."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors = {"coefficients": self.coefficients}
         tensors |= {f"learner.{name}": tensor for name, tensor in self.learner_state.items()}
         tensors = {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
         save_tensors(path, tensors, {**FORMAT, "contents": self.contents.model_dump_json()})
@@ -134,9 +124,9 @@ class CoefficientFile:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if {name: metadata.get(name) for name in FORMAT} == FORMAT:
                 contents = Contents.model_validate_json(metadata["contents"])
-                own = {name: tensors.pop(name) for name in _TENSORS}
+                coefficients = tensors.pop("coefficients")
                 state = {name.removeprefix("learner."): t for name, t in tensors.items()}
-                return cls(contents, learner_state=state, **own)
+                return cls(contents, coefficients, state)
         except (FileError, SafetensorError, KeyError, ValueError) as error:
             raise FileError(
                 f"the coefficient file {path} is damaged ({type(error).__name__}: {error}); copy "

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -48,13 +48,12 @@ from mergekit_ace.methods.base import (
     TaskVectorMethod,
     TensorSettings,
     Work,
-    cited,
     describe,
     method_spec,
 )
 from mergekit_ace.methods.coefficients import MeasuredLookup
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WEIGHT, shared
-from mergekit_ace.naming import layer_of, stack_size
+from mergekit_ace.naming import block_of, layer_of, stack_size
 
 LEAST_RIDGE = 1e-6  # in mean eigenvalues
 EPS64 = torch.finfo(torch.float64).eps
@@ -110,8 +109,6 @@ class TsvMerge(MatrixMethod):
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
-    citations = cited("gargiulo2025tsv")
-    own_rule = "merged from orthogonal singular directions"
     whole = True
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
@@ -125,8 +122,6 @@ class IsoCMerge(MatrixMethod):
 
     spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
     summary = "Sums the task vectors, and makes all singular values of the sum equal."
-    citations = cited("marczak2025isotropic")
-    own_rule = "merged with equal singular values"
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         size = matrices.size
@@ -146,8 +141,6 @@ class IsoCtsMerge(MatrixMethod):
         "iso_cts", "Iso-CTS", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT, share)
     )
     summary = "Joins the leading directions of the sum and of each expert, all equally strong."
-    citations = cited("marczak2025isotropic")
-    own_rule = "merged with equal singular values in common and own directions"
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         count, size = len(matrices.deltas), matrices.size
@@ -174,8 +167,6 @@ class CartMerge(MatrixMethod):
     share = shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert.")
     spec = method_spec("cart", "CART", "https://arxiv.org/abs/2412.12153", (scale, LAYOUT, share))
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
-    citations = cited("choi2024cart")
-    own_rule = "merged as the average and low-rank differences from it"
     scales_all = False
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -205,8 +196,6 @@ class WudiMerge(MatrixMethod):
         (LAMBDA, LAYOUT, solver, steps, rate),
     )
     summary = "Minimises the interference of the task vectors with each other on their own rows."
-    citations = cited("cheng2025wudi")
-    own_rule = "merged with the least interference"
     whole = True
     products = 2.0  # a step of adam; all of the closed form are few
 
@@ -277,8 +266,6 @@ class ConsensusMerge(TaskVectorMethod):
         (scale, threshold, consensus),
     )
     summary = "Adds the task vectors in those entries that at least two experts ask for."
-    citations = cited("wang2024localizing")
-    own_rule = "merged in the entries that enough experts ask for"
     beyond_span = "it selects entries"
 
     def check_settings(self, settings: TensorSettings) -> None:
@@ -325,8 +312,6 @@ class LinesMerge(TaskVectorMethod):
         "lines", "LiNeS", "https://arxiv.org/abs/2410.17146", (LAMBDA, alpha, beta, layers)
     )
     summary = "Adds the task vectors with a coefficient that rises linearly with depth."
-    citations = cited("wang2025lines")
-    own_rule = "merged with a coefficient by depth"
 
     def coefficients(self, settings: TensorSettings) -> Sequence[float]:
         """Return the same coefficient for every expert."""
@@ -334,7 +319,7 @@ class LinesMerge(TaskVectorMethod):
         alpha = 1 / count if parameters["alpha"] is None else parameters["alpha"]
         layer, depth = layer_of(name), 0.0
         if layer is not None:
-            layers = parameters["layers"] or stack_size(name, tensor_names(settings.base) or ())
+            layers = parameters["layers"] or _layers(settings.base, block_of(name))
             if layer >= layers:
                 raise ValueError(
                     f"{self.spec.name}: {describe(name)} belongs to layer {layer} (counted from "
@@ -342,6 +327,11 @@ class LinesMerge(TaskVectorMethod):
                 )
             depth = layer / (layers - 1) if layers > 1 else 1.0
         return [parameters["lambda"] * (alpha + parameters["beta"] * depth)] * count
+
+
+@lru_cache  # which all tensors of a block ask
+def _layers(base: Hashable, block: str) -> int:
+    return stack_size(f"{block}.", tensor_names(base))
 
 
 def measured_regression(
@@ -400,8 +390,6 @@ class RegMeanMerge(MeasuredMethod):
         (STATISTICS, WEIGHT, LAMBDA, off_diagonal, ridge, LAYOUT, TASK),
     )
     summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
-    citations = cited("jin2023regmean")
-    own_rule = "merged by the regression on measured inputs"
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
     products = 2.0  # the system and the numerator
     beyond_span = "measured covariances of inputs are not of low rank"
@@ -463,8 +451,6 @@ class FisherMerge(MeasuredMethod):
         (STATISTICS, WEIGHT, LAMBDA, level, TASK),
     )
     summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
-    citations = cited("matena2022fisher")
-    own_rule = "averaged by their Fisher information"
     beyond_span = "it weighs entries"
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:

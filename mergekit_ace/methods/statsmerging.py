@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mergekit_ace.algebra.task_vectors import Factor
-from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, cited, describe, method_spec
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, describe, method_spec
 from mergekit_ace.methods.coefficients import file_coefficients, load_learner, predict_coefficients
 from mergekit_ace.methods.parameters import COEFFICIENTS, TASK, per_expert, shared
 
@@ -38,8 +38,6 @@ class StatsMerge(TaskVectorMethod):
         "Adds the task vectors with a coefficient per expert and tensor that `mergekit-ace train` "
         "has learned from statistics of the weights."
     )
-    citations = cited("statsmerging")
-    own_rule = "merged with learned coefficients"
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         reads = parameters.get("learner") is not None

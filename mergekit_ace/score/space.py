@@ -158,9 +158,7 @@ class SearchedMerge:
             basis=self.method,  # type: ignore
             learner=LearnerConfig(input="direct", statistics=("mean",)),
         )
-        unused = torch.zeros(*coefficients.shape, 1, dtype=torch.float64)
-        places = torch.arange(len(self._tensors))
-        CoefficientFile(contents, coefficients, unused, places.float(), {}, places).save(path)
+        CoefficientFile(contents, coefficients, {}).save(path)
 
     def _groups_of(self, names: Iterable[str]) -> dict[str, str]:
         """Return the parameter that is the λ of each tensor."""

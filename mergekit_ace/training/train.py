@@ -231,7 +231,7 @@ def coefficient_file(
     family: Family, learner: Learner, scores: Mapping[str, Score]
 ) -> CoefficientFile:
     """Return the result, expanded from groups to tensors."""
-    config, groups = family.models.config, family.groups
+    config = family.models.config
     stored, frozen = _names_on_disk(family)
     experts = []
     for one, folder in zip(config.models, map(Path, family.models.experts), strict=True):
@@ -251,11 +251,8 @@ def coefficient_file(
         scores={name: score._asdict() for name, score in scores.items()},
         package=mergekit_ace.__version__,
     )
-    statistics, depths = family.statistics, family.depths
-    return CoefficientFile(
-        contents, learner(statistics, depths)[:, groups], statistics[:, groups], depths[groups],
-        learner.state_dict(), groups,
-    )  # fmt: skip
+    coefficients = learner(family.statistics, family.depths)[:, family.groups]
+    return CoefficientFile(contents, coefficients, learner.state_dict())
 
 
 def _names_on_disk(family: Family) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:

@@ -26,7 +26,7 @@ def test_other_and_damaged_files_are_refused(tmp_path):
     with safe_open(path, framework="pt") as file:
         known = file.metadata()
     for metadata, lacking, message in (
-        ({"version": "2"}, "", "of format version 1, but .* version: 2"),
+        ({"version": "1"}, "", "of format version 2, but .* version: 1"),
         ({"format": "something"}, "", "not one of coefficients"),
         ({"contents": "{}"}, "", "damaged"),
         ({}, "coefficients", "damaged"),

@@ -167,7 +167,7 @@ def test_every_method_shows_what_it_would_do_itself(tmp_path, inspect, mergekit_
         del line["seconds"]
         assert {key: found[tensor][key] for key in line} == line
     assert found[QUERY]["rule"] == name
-    words = f"{sum(line['rule'] == name for line in done.values())} {method.own_rule}"
+    words = f"{sum(line['rule'] == name for line in done.values())} {method.rules[name]}"
     command("report", lines, tmp_path / "merge.html")
     page = (tmp_path / "merge.html").read_text()
     assert page.count("<tr><td>") == len(done)

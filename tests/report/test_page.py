@@ -149,4 +149,5 @@ def test_a_page_that_cannot_be_written(tmp_path):
     assert json.loads(report.read_text())["tensor"] == "a"
     assert "none/r.html" in command("report", report, tmp_path / "none" / "r.html", fails=True)
     report.write_bytes(b"\xff")
-    assert "r.jsonl is not the line of a report" in command("report", report, tmp_path / "p", fails=True)
+    said = command("report", report, tmp_path / "p", fails=True)
+    assert "r.jsonl is not the line of a report" in said

@@ -76,7 +76,7 @@ WORDS = {  # lines, what they say, and what they do not say
     "ordinary": (
         [*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")],
         [
-            "5 tensors of 2 experts: 4 merged by the closed form, 1 by the mean",
+            "5 tensors of 2 experts: 4 merged by ACE-Merging, 1 by the mean",
             "γ stays below the threshold in all 4 matrices",
         ],
         ODD,

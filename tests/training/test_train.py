@@ -55,8 +55,8 @@ def test_a_training_from_config_to_merged_model(llama, tmp_path, mergekit_yaml):
     again = CoefficientFile.load(out / "coefficients.safetensors")
     assert again.contents == file.contents
     assert torch.equal(again.coefficients, file.coefficients)
-    predicted = again.learner(again.statistics, again.depths)
-    torch.testing.assert_close(predicted, again.coefficients, msg="the learner's are the file's")
+    for name, tensor in file.learner_state.items():
+        assert torch.equal(again.learner_state[name], tensor), name
     uniform = "uniform (mean of the experts)"
     names = ["each expert on its own", "base model", uniform, "StatsMerging"]
     assert list(file.contents.scores) == names
