@@ -61,3 +61,17 @@ def read_config(text: str) -> dict[str, Any]:
     source = yaml.safe_load(text)
     assert isinstance(source, dict), text
     return source
+
+
+def write_task(folder: Path, name: str, rows: object, **asked: object) -> None:
+    """Write a task of lm-evaluation-harness: several choices, by a file of rows."""
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "metric_list": [{"metric": "acc"}],
+        **{f"doc_to_{part}": how for part, how in asked.items()},
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))

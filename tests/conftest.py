@@ -16,13 +16,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
@@ -93,8 +93,11 @@ def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def mergekit_pytorch(mergekit_yaml: Callable[..., Path]) -> Callable[..., Path]:
-    return partial(mergekit_yaml, script="merge_raw_pytorch")
+def settings_put_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -36,10 +36,3 @@ def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
 
 
 HETEROGENEOUS = [0.1, 1.0, 10.0]
-
-
-def with_values(rng: torch.Generator, shape: tuple[int, int], sigma: Tensor) -> Tensor:
-    """A matrix with these singular values and random singular vectors, in float64."""
-    factors = [torch.randn(n, len(sigma), generator=rng, dtype=torch.float64) for n in shape]
-    left, right = (torch.linalg.qr(factor).Q for factor in factors)
-    return left * sigma @ right.T

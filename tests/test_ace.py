@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from covering import covered
 from matrices import HETEROGENEOUS, family
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_mean, task_vector_error
@@ -35,36 +34,22 @@ def test_blocks_change_nothing_but_rounding(rng, monkeypatch, shape, scales):
     assert task_vector_error(merged, expected, base) <= 1e-10
 
 
-@covered(
-    strength=3,
-    shape=[(12, 60), (60, 16), (20, 28), (20, 55), (2, 30), (30, 1)],
-    dtype=["float32", "float64"],
-    normalization=["auto", "always", "never"],
-    refinement=["auto", "always", "never"],
-    prior=[True, False],
-    ridge=[("absolute", 1e-3), ("relative", 1e-3), ("spectrum", 1e-2), ("absolute", 1e4)],
-    mean=["plain", "ridged"],
-)
-def test_every_switch(rng, shape, dtype, normalization, refinement, prior, ridge, mean):
-    base, experts = family(rng, *shape, 3, scales=HETEROGENEOUS, noise=0.5)
-    switches = {
-        "adaptive_normalization": normalization,
-        "spectral_refinement": refinement,
-        "structural_prior": prior,
-        "epsilon_scale": ridge[0],
-        "epsilon": ridge[1],
-        "rank_fraction": 0.45,
-        "refinement_mean": mean,
-    }
-    options = AceOptions(**switches, scale=0.7, compute_dtype=dtype)
-    copies = [tensor.clone() for tensor in (base, *experts)]
-    merged, record = merge_matrix(base, experts, [1.0, 3.0, 0.5], options)
-    assert all(map(torch.equal, (base, *experts), copies))  # inputs are left alone
-    expected = naive_ace(base, experts, [1.0, 3.0, 0.5], lambda_=0.7, **switches)
-    bar = 2e-4 if dtype == "float32" else 1e-7  # large ridges in the residual fall away again
-    assert task_vector_error(merged, expected, base) <= bar
-    assert record.normalized == (normalization != "never")
-    assert record.refined == (refinement != "never" and min(shape) > 2)
+@pytest.mark.parametrize("scales", [None, HETEROGENEOUS], ids=["even", "uneven"])
+@pytest.mark.parametrize(("dtype", "bar"), [("float32", 5e-4), ("float64", 1e-8)])
+@pytest.mark.parametrize("shape", [(20, 90), (120, 24), (50, 60), (22, 55)])
+@pytest.mark.parametrize("switches", [{}, {"refinement_mean": "ridged"}])
+def test_coefficients(rng, switches, shape, dtype, bar, scales):
+    base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
+    epsilon = 1e-4 if scales is None else 1e-2
+    options = AceOptions(epsilon=epsilon, scale=0.8, compute_dtype=dtype, **switches)
+    for weights in (None, [1.0, 0.2, 3.0]):
+        for own in ([1.7, 0.0, -0.6], [0.0, 0.0, 2.0], [1.0, 1.0, 1.0]):
+            given = [*own, 0.4]  # of the refinement
+            merged, record = merge_tensor(base, experts, weights, options, "matrix", given)
+            known = {"lambda_": 0.8, "epsilon": epsilon, "coefficients": given, **switches}
+            expected = naive_ace(base, experts, weights, **known)
+            assert record.matrices[0].refined == (scales is not None)
+            assert task_vector_error(merged, expected, base) <= bar
 
 
 @pytest.mark.parametrize("shape", [(48, 200), (90, 80), (200, 60)])

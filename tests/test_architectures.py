@@ -93,11 +93,12 @@ def test_mergekit_yaml(name, tmp_path, mergekit_yaml, caplog):
 
 
 @pytest.mark.parametrize("name", ["clip", "vit"])
-def test_mergekit_pytorch(name, tmp_path, mergekit_pytorch):
+def test_mergekit_pytorch(name, tmp_path, mergekit_yaml):
     """It reads what mergekit-yaml cannot: both CLIP towers at once, and ViT as it is on the Hub."""
     model = small_model(name)
     paths = save_family(model, tmp_path)
-    out = mergekit_pytorch(ace_config([f"{path}/model.safetensors" for path in paths]))
+    files = [f"{path}/model.safetensors" for path in paths]
+    out = mergekit_yaml(ace_config(files), script="merge_raw_pytorch")
     shutil.copy(f"{paths[0]}/config.json", out)
     check_merge(type(model), paths, out)
 

@@ -186,15 +186,8 @@ SWITCHES = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def precision_put_back():
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 @REAL
-@pytest.mark.usefixtures("precision_put_back")
+@pytest.mark.usefixtures("settings_put_back")
 @SWITCHES
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @LARGE

@@ -11,11 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
-import yaml
-from checkpoints import check_merge, fine_tuned
 from configs import EXAMPLES, check_config, read_config
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, LlamaConfig
+from transformers import LlamaConfig
 
 from mergekit_ace.training.config import TrainConfig
 
@@ -71,24 +68,6 @@ def test_adapters_merged_both_ways(example, run_example, tmp_path, monkeypatch):
     (_, near, same, count), (_, far, *_) = found
     assert float(near) < 1e-5 < float(far)
     assert int(same) >= 0.99 * int(count)
-
-
-def test_the_gpt2_config_on_classifiers_with_heads_of_different_sizes(tmp_path, mergekit_yaml):
-    source = yaml.safe_load((EXAMPLES / "configs" / "gpt2-glue.yml").read_text())
-    torch.manual_seed(0)
-    size = {"vocab_size": 40, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    base = GPT2LMHeadModel(GPT2Config(**size))
-    base.save_pretrained(tmp_path / "base")
-    source["base_model"] = str(tmp_path / "base")
-    for t, member in enumerate(source["models"]):
-        config = GPT2Config(**size, num_labels=3 if t == 1 else 2, pad_token_id=0)
-        classifier = GPT2ForSequenceClassification(config)
-        classifier.transformer = fine_tuned(base, seed=t).transformer
-        classifier.save_pretrained(tmp_path / f"expert{t}")
-        fine_tuned(base, seed=t).save_pretrained(tmp_path / f"whole{t}")
-        member["model"]["model"]["path"] = str(tmp_path / f"expert{t}")
-    paths = [str(tmp_path / name) for name in ("base", *(f"whole{n}" for n in range(t + 1)))]
-    check_merge(GPT2LMHeadModel, paths, mergekit_yaml(source), bar=1e-4)
 
 
 @pytest.fixture

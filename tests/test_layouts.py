@@ -9,7 +9,6 @@ from matrices import family
 from reference import naive_tensor, task_vector_error
 
 from mergekit_ace import AceOptions, merge_tensor
-from mergekit_ace.algebra.task_vectors import resolve_layout
 
 
 @pytest.mark.parametrize(
@@ -47,18 +46,3 @@ def test_each_stacked_matrix_takes_its_own_branch(rng):
     assert [m.rule for m in record.matrices] == ["ace", "ace", "base"]
     assert [m.heterogeneous for m in record.matrices] == [False, True, None]
     assert torch.equal(merged[2].float(), alike)  # untouched by everyone: bit for bit
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "ndim", "stored", "expected"),
-    [
-        ("auto", "my_experts_bank.weight", 3, None, "mean"),
-        ("auto", "mlp.experts.gate_up_proj_bias", 2, None, "mean"),
-        ("matrix", "h.0.mlp.c_fc.weight", 2, "transposed", "matrix"),
-        ("matrix", "norm.weight", 1, None, "mean"),
-        ("transposed", "b", 1, "transposed", "mean"),
-        ("table", "w", 3, "table", "mean"),
-    ],
-)
-def test_resolve_layout(layout, name, ndim, stored, expected):
-    assert resolve_layout(layout, name, ndim, stored) == expected

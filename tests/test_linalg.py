@@ -42,14 +42,6 @@ def test_a_merge_reads_matrices_as_they_lie_in_memory(rng, shape, layout):
     assert task_vector_error(merged, expected, base) <= 1e-5
 
 
-@pytest.fixture
-def settings_put_back():
-    before = torch.get_num_threads()
-    yield
-    torch.set_float32_matmul_precision("highest")
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("settings_put_back")
 @pytest.mark.parametrize("setting", ["highest", "medium"])
 @pytest.mark.parametrize("single", [True, False], ids=["one switch", "a switch per backend"])

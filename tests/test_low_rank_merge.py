@@ -117,36 +117,6 @@ def test_every_layout_is_read_as_the_full_merge_reads_it(method, layout, shape, 
     check(method, family(shape, stack=stack), layout, bar=1e-7)
 
 
-@pytest.mark.parametrize("parameters", [{"epsilon": 0.0}, {"weight": [1.0, 3.0, 0.2]}])
-def test_a_table_is_merged_row_by_row(parameters):
-    deltas = family((50, 24))
-    deltas[1].left[10:20] = 0
-    for delta in deltas:
-        delta.left[30:35] = 0
-    merge = check("ace_relative", deltas, "table", **parameters)
-    assert merge.delta.rank == 10
-
-
-def test_experts_without_the_module_take_no_part():
-    """One that is left comes out as it is."""
-    first, second, third = family()
-    zero = LowRank(torch.zeros_like(third.left), third.right, third.shape)
-    check("ace", [first, None, second, zero], bar=1e-7)
-    assert check("ace_relative", [None, third, zero], **{"lambda": 0.5}).delta.rank == 2
-    assert check("ace_relative", [zero]).delta is None
-
-
 def test_coefficients_are_those_of_the_full_tensors():
     check("ace", family(), coefficients=[0.5, 1.2, 0.9, 0.7], bar=1e-7, **REFINED)
     check("ace_relative", family(), "table", coefficients=[0.5, 1.2, 0.9], bar=1e-7)
-
-
-def test_the_rank_is_cut_by_the_singular_values_of_each_matrix():
-    deltas, method = family((3, 20, 30), stack=(3,)), merge_methods.get("ace")
-    settings = settings_of(method, 3, "stacked")
-    whole, cut = (method.merge_low_rank(deltas, settings, rank) for rank in (None, 4))
-    left, values, right = torch.linalg.svd(whole.delta.dense(), full_matrices=False)
-    nearest = (left[..., :4] * values[..., None, :4]) @ right[..., :4, :]
-    assert (whole.delta.rank, cut.delta.rank) == (10, 4)
-    assert torch.allclose(cut.delta.dense(), nearest, atol=1e-12)
-    assert cut.lost == pytest.approx(float(values[..., 4:].square().sum()))

@@ -22,9 +22,3 @@ def test_no_module_executes_what_it_reads():
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
     found = {str(path): FORBIDDEN.findall(text) for path, text in texts.items()}
     assert {path: calls for path, calls in found.items() if calls} == {}
-
-
-def test_what_is_found():
-    calls = ("torch.load(path)", "pickle.load(f)", "eval(text)", "f(trust_remote_code=True)")
-    assert all(map(FORBIDDEN.search, calls))
-    assert not FORBIDDEN.search("torch.load(str(path), weights_only=True); yaml.safe_load(text)")

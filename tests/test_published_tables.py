@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,12 @@ import torch
 import transformers as tf
 import yaml
 from checkpoints import fine_tuned, tiny_llama
-from configs import EXAMPLES, check_merge_config
+from configs import EXAMPLES, check_merge_config, write_task
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 SUITES = sorted((EXAMPLES / "llm" / "suites").glob("*.yml"))
 WORDS = "<s> </s> ? a photo of it is red blue big old not very".split()
-
-
-@pytest.fixture
-def llm(example):
-    """Import a module of examples/llm."""
-    return partial(example, "llm")
 
 
 @pytest.fixture
@@ -64,7 +57,7 @@ def results(tmp_path: Path, row: str) -> dict:
     return json.loads((tmp_path / "out" / "results" / f"{row}.json").read_text(encoding="utf-8"))
 
 
-def test_language_models_by_the_harness(run, llm, tmp_path, monkeypatch):
+def test_language_models_by_the_harness(run, example, tmp_path, monkeypatch):
     """Two multiple-choice tasks in local files; a second run evaluates nothing anew."""
     pytest.importorskip("lm_eval", reason="pip install '.[tables]'")
     # It asks a dozen commands about the machine, which takes two seconds a task.
@@ -75,18 +68,8 @@ def test_language_models_by_the_harness(run, llm, tmp_path, monkeypatch):
     data = write_lines(tmp_path / "questions.jsonl", lines)
     (tmp_path / "tasks").mkdir()
     for name, choices in {"colours": ["red", "blue"], "sizes": ["big", "very big"]}.items():
-        task = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": data["data_files"]}},
-            "test_split": "test",
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}} is",
-            "doc_to_target": "answer",
-            "doc_to_choice": choices,
-            "metric_list": [{"metric": "acc"}],
-        }
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(task))
+        asked = {"text": "{{question}} is", "choice": choices, "target": "answer"}
+        write_task(tmp_path / "tasks", name, data["data_files"], **asked)
     suite |= {"evaluator": "harness", "include_path": str(tmp_path / "tasks")}
     suite["tasks"] = {
         "colours": {"expert": "red", "metric": "acc,none"},
@@ -102,7 +85,7 @@ def test_language_models_by_the_harness(run, llm, tmp_path, monkeypatch):
     known = results(tmp_path, "ties-at-0-5")
     assert known["config"]["parameters"]["density"] == 0.2
     assert {task["samples"] for task in known["tasks"].values()} == {7}
-    monkeypatch.setattr(llm("tables"), "scorer", None)
+    monkeypatch.setattr(example("llm", "tables"), "scorer", None)
     assert shown.endswith(run(suite, *flags))
     suite["tasks"]["colours"]["expert"] = "blue"
     with pytest.raises(SystemExit, match="results of other models or tasks: give another --out"):
@@ -188,10 +171,10 @@ def test_vision_towers_under_zero_shot_heads(run, tmp_path):
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
-def test_suites_are_whole(llm, run_example, tmp_path, path):
+def test_suites_are_whole(example, run_example, tmp_path, path):
     """mergekit takes all merges, published rows are complete, and a dry run writes nothing."""
-    suite = llm("suite").load_suite(path.stem)
-    rows = llm("tables").merge_configs(suite)
+    suite = example("llm", "suite").load_suite(path.stem)
+    rows = example("llm", "tables").merge_configs(suite)
     assert {"mean", "task_arithmetic", "ties", "dare_ties", "ace", "wudi"} <= set(rows)
     for row in rows.values():
         assert row["merge_method"] not in ("statsmerging", "regmean", "fisher")
@@ -222,14 +205,14 @@ def test_mistakes_in_a_suite_or_on_the_command_line(run, change, method, message
         run(source | change, method)
 
 
-def test_metrics_of_glue(llm):
-    agreement = llm("evaluators").agreement
+def test_metrics_of_glue(example):
+    agreement = example("llm", "evaluators").agreement
     logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])  # 0, 1, 1, 0
     assert agreement("accuracy_f1", logits, [0, 1, 0, 0]) == pytest.approx((0.75 + 2 / 3) / 2)
     assert agreement("matthews", logits, [0, 1, 0, 0]) == pytest.approx(1 / 3**0.5)
 
 
-def test_means_and_shares(llm):
+def test_means_and_shares(example):
     """Tasks of one expert are averaged first; shares refer to the experts of the same source."""
     source = yaml.safe_load((SUITES[0].parent / "mergebench-3b.yml").read_text(encoding="utf-8"))
     source["published"] = [
@@ -237,12 +220,12 @@ def test_means_and_shares(llm):
         {"row": "other", "source": "B", "scores": {"arc_fr": 40.0}, "share": 77.0},
         {"row": "only a mean", "source": "C", "mean": 60.1},
     ]
-    suite = llm("suite").HarnessSuite.model_validate(source)
+    suite = example("llm", "suite").HarnessSuite.model_validate(source)
     ours = {
         "experts": {"gsm8k_cot": 0.8, "arc_fr": 0.4, "arc_de": 0.2},
         "ace": {"gsm8k_cot": 0.6, "arc_fr": 0.4, "arc_de": 0.1},
     }
-    shown = llm("tables").compare(suite, ["gsm8k_cot", "arc_fr", "arc_de"], ours)
+    shown = example("llm", "tables").compare(suite, ["gsm8k_cot", "arc_fr", "arc_de"], ours)
     assert "| ace | 60.0 | 40.0 | 10.0 | 42.5 |" in shown
     assert "| ace | 75.0 | 100.0 | 50.0 | 75.0 |" in shown
     assert "| *other* [2] | – | 40.0 | – | – |" in shown

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ace_config, save_family, tiny_llama
 from matrices import family
 from mergekit.merge_methods import merge_tensors
-from safetensors.torch import load_file
 
 
 @pytest.fixture
@@ -31,27 +29,6 @@ def merge(report) -> Callable[..., dict]:
         return json.loads(report.read_text().splitlines()[-1])
 
     return run
-
-
-def test_a_line_per_tensor(tmp_path, report, mergekit_yaml):
-    paths = save_family(tiny_llama(), tmp_path, scales=[0.001, 0.3])
-    mergekit_yaml(ace_config(paths, parameters={"report": str(report)}))
-    entries = {line["tensor"]: line for line in map(json.loads, report.read_text().splitlines())}
-    base, *experts = (load_file(Path(path) / "model.safetensors") for path in paths)
-    assert entries.keys() == base.keys()
-    for name, line in entries.items():
-        assert line["shape"] == list(base[name].shape)
-        assert line["layout"] == ("matrix" if base[name].ndim == 2 else "mean")
-        assert line["models"] == paths[1:]
-        assert line["seconds"] > 0
-        deltas = [expert[name].double() - base[name].double() for expert in experts]
-        assert line["tau"] == pytest.approx([float(d.square().sum()) for d in deltas])
-    line = entries["model.layers.0.mlp.up_proj.weight"]
-    assert (line["rule"], line["rank"]) == ("ace", 9)
-    assert line["heterogeneous"] == (line["log_variance"] > 1)
-    assert line["heterogeneous"] == line["normalized"] == line["refined"]
-    assert line["sigma_iso"] > 0
-    assert len(line["epsilon"]) == 2
 
 
 @pytest.mark.parametrize(

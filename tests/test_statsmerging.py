@@ -10,7 +10,7 @@ import torch
 from checkpoints import ace_config, save_family, tiny_llama
 from coefficient_files import make_file
 from commands import command
-from safetensors.torch import load_file
+from families import tensors
 
 from mergekit_ace.algebra.learner import LearnerConfig, features, measure_moments
 from mergekit_ace.naming import ConfigError, relative_depths
@@ -19,10 +19,6 @@ from mergekit_ace.naming import ConfigError, relative_depths
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> list[str]:
     return save_family(tiny_llama(), tmp_path_factory.mktemp("family"), experts=3)
-
-
-def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
 
 
 @pytest.fixture

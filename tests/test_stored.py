@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from checkpoints import ace_config, configure, fine_tuned, rewrite, save_family
+from checkpoints import LLAMA, ace_config, configure, fine_tuned, rewrite, save_family
 from commands import run_config
+from families import tensors
 from reference import naive_tensor, task_vector_error
-from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-TEXT = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 32,
-}  # fmt: skip
-LLAMA = {**TEXT, "head_dim": 8, "num_key_value_heads": 2}
+TEXT = {**LLAMA, "head_dim": 8}
 
 
 def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
@@ -27,17 +23,13 @@ def merge(folder: Path, config: dict, *flags: str, fails: bool = False) -> str:
     return run_config("merge", config, folder / "merged", *flags, fails=fails, quiet=False)
 
 
-def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder, "model.safetensors"))
-
-
 @pytest.mark.parametrize("multimodal", [0, 1])
 def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     """An error shows both names; where mixing is asked for, they are matched by these."""
     torch.manual_seed(0)
-    vision = {**TEXT, "model_type": "pixtral", "head_dim": 8, "image_size": 16, "patch_size": 8}
+    vision = {**TEXT, "model_type": "pixtral", "image_size": 16, "patch_size": 8}
     config = tf.Mistral3Config(
-        text_config={**LLAMA, "model_type": "mistral"}, vision_config=vision,
+        text_config={**TEXT, "model_type": "mistral"}, vision_config=vision,
         image_token_index=30, tie_word_embeddings=False,
     )  # fmt: skip
     kinds = [tf.Mistral3ForConditionalGeneration(config)]
@@ -64,7 +56,7 @@ def test_text_experts_of_multimodal_models(tmp_path, multimodal):
 
 def test_a_filter_that_takes_linear_attention(tmp_path):
     config = tf.Qwen3NextConfig(
-        **LLAMA | {"num_hidden_layers": 4}, num_experts=2, num_experts_per_tok=1,
+        **TEXT | {"num_hidden_layers": 4}, num_experts=2, num_experts_per_tok=1,
         moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_key_head_dim=8,
         linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
     )  # fmt: skip
@@ -124,7 +116,7 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("kind", "workers"), [("fp8", 2), ("compressed-tensors", 1)])
 def test_quantised_models_are_dequantised(tmp_path, kind, workers):
     torch.manual_seed(0)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA | {"intermediate_size": 40}))
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT | {"intermediate_size": 40}))
     paths = save_family(model, tmp_path)
     names = tensors(paths[0]).keys()
     base, *experts = (quantise(path, kind) for path in paths)
@@ -142,7 +134,7 @@ def test_quantised_models_are_dequantised(tmp_path, kind, workers):
 
 def test_experts_in_mxfp4_are_dequantised(tmp_path):
     config = tf.GptOssConfig(
-        **LLAMA | {"hidden_size": 64, "intermediate_size": 32}, num_local_experts=2,
+        **TEXT | {"hidden_size": 64, "intermediate_size": 32}, num_local_experts=2,
         num_experts_per_tok=1,
     )  # fmt: skip
     torch.manual_seed(0)

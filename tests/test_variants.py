@@ -8,7 +8,6 @@ import torch
 from checkpoints import ace_config, check_merge, save_family
 from covering import covered
 from matrices import HETEROGENEOUS, deltas_of, family
-from measured_files import in_memory, random_covariance
 from mergekit.merge_methods import merge_tensors
 from naive_peers import naive_tsv_m
 from reference import (
@@ -22,60 +21,41 @@ from reference import (
 from tiny_models import tiny_model
 
 from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
-from mergekit_ace.algebra.ridge import MeasuredInputs
 
 WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
+OWN = [1.7, 0.0, -0.6]
 
 
-def relative(base, experts, weights=None, layout="auto", **options):
-    return merge_tensor(base, experts, weights, RelativeOptions(**options), layout)
+def relative(base, experts, weights=None, layout="auto", own=None, **options):
+    return merge_tensor(base, experts, weights, RelativeOptions(**options), layout, own)
 
 
-def plus(base, experts, weights=None, layout="matrix", dtype="float64", scale=1.0, **known):
-    options = PlusOptions(scale=scale, compute_dtype=dtype)
-    return merge_tensor(base, experts, weights, options, layout, **known)
-
-
-@covered(
-    shape=[(20, 90), (50, 60), (120, 24), (32, 32)],
-    options=[{}, {"epsilon": 1.0}, {"epsilon": 1e-4, "epsilon_scale": "relative"}],
-    weights=WEIGHTS,
-    scales=[None, HETEROGENEOUS],
-)
-def test_relative(rng, shape, options, weights, scales):
-    base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
-    expected = naive_relative(base, experts, weights, lambda_=0.8, **options)
-    for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
-        given = {**options, "scale": 0.8, "compute_dtype": dtype}
-        merged, record = relative(base, experts, weights, **given)
-        assert record.matrices[0].rule == "ace_relative"
-        assert task_vector_error(merged, expected, base) <= bar
+def plus(base, experts, layout="matrix", dtype="float64"):
+    return merge_tensor(base, experts, None, PlusOptions(compute_dtype=dtype), layout)
 
 
 @covered(
-    shape=[(12, 60), (20, 24), (40, 9), (16, 16)],
+    shape=[(20, 90), (50, 60), (120, 24), (32, 32), (12, 60)],
+    method=[
+        (naive_relative, RelativeOptions, {}),
+        (naive_relative, RelativeOptions, {"epsilon": 1.0}),
+        (naive_relative, RelativeOptions, {"epsilon": 1e-4, "epsilon_scale": "relative"}),
+        (naive_plus, PlusOptions, {}),
+    ],
     weights=WEIGHTS,
     scales=[None, HETEROGENEOUS],
-    coefficients=[None, [1.7, 0.0, -0.6]],
+    coefficients=[None, OWN],
 )
-def test_plus(rng, shape, weights, scales, coefficients):
+def test_matrices(rng, shape, method, weights, scales, coefficients):
+    naive, kind, options = method
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
-    known = {"coefficients": coefficients}
-    expected = naive_plus(base, experts, weights, lambda_=0.8, **known)
+    expected = naive(base, experts, weights, lambda_=0.8, coefficients=coefficients, **options)
     for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
-        merged, record = plus(base, experts, weights, dtype=dtype, scale=0.8, **known)
-        assert record.matrices[0].rule == "ace_plus"
+        given = kind(scale=0.8, compute_dtype=dtype, **options)
+        merged, record = merge_tensor(base, experts, weights, given, "matrix", coefficients)
+        rule = "ace_plus" if kind is PlusOptions else "ace_relative"
+        assert record.matrices[0].rule == rule
         assert task_vector_error(merged, expected, base) <= bar
-
-
-@pytest.mark.parametrize("mix", [0.3, 1.0])
-def test_plus_by_measured_covariances(rng, mix):
-    base, experts = family(rng, 20, 24, 3, noise=0.3)
-    known = [random_covariance(rng, 24) for _ in experts]
-    merged, record = plus(base, experts, measured=MeasuredInputs(in_memory(known), mix=mix))
-    expected = naive_plus(base, experts, measured=known, mix=mix)
-    assert task_vector_error(merged, expected, base) <= 1e-6
-    assert record.matrices[0].mix == mix
 
 
 @pytest.mark.parametrize(
@@ -126,17 +106,19 @@ def test_experts_that_agree_or_cancel(rng):
     scales=[None, HETEROGENEOUS],
     exponent=[0, -60, 55],
     weights=WEIGHTS,
+    own=[None, OWN],
 )
-def test_a_table_of_rows(rng, epsilon, scales, exponent, weights):
+def test_a_table_of_rows(rng, epsilon, scales, exponent, weights, own):
     base, experts = family(rng, 30, 8, 3, scales=scales)
     experts[0][:10] = base[:10]  # rows that one expert, or all but one, left as they were
     experts[1][5:15] = base[5:15]
     base, *experts = (2.0**exponent * tensor for tensor in (base, *experts))
-    expected = naive_table(base, experts, weights, lambda_=0.8, epsilon=epsilon)
+    known = {"lambda_": 0.8, "epsilon": epsilon, "coefficients": own}
+    expected = naive_table(base, experts, weights, **known)
     rounding = 2**-24 * float(expected.norm() / (expected - base.double()).norm())
     for dtype, bar in (("float64", 1e-9), ("float32", 5e-6 + rounding)):
         given = {"scale": 0.8, "epsilon": epsilon, "layout": "table", "compute_dtype": dtype}
-        merged, record = relative(base, experts, weights, **given)
+        merged, record = relative(base, experts, weights, own=own, **given)
         assert task_vector_error(merged, expected, base) <= bar
         assert record.layout == "table"
     alone, _ = relative(base, [base.clone(), experts[0]], layout="table")
@@ -155,11 +137,12 @@ def test_a_table_with_an_expert_far_weaker_than_another(rng, weak):
         assert task_vector_error(merged[rows], expected[rows], base[rows]) <= 1e-5, rows
 
 
-def test_an_epsilon_of_zero_says_what_to_do(rng):
+@pytest.mark.parametrize("method", ["ace", "ace_relative"])
+def test_an_epsilon_of_zero_says_what_to_do(rng, method):
     tensors = [torch.zeros(3, 9), *torch.randn(2, 3, 9, generator=rng)]
     given = {"base_index": 0, "parameters": {"epsilon": 0}, "name": "w"}
-    with pytest.raises(ValueError, match=r"ace_relative: tensor w cannot.*Raise `epsilon`"):
-        merge_tensors(tensors, "ace_relative", **given)
+    with pytest.raises(ValueError, match=rf"{method}: tensor w cannot.*Raise `epsilon`"):
+        merge_tensors(tensors, method, **given)
 
 
 @pytest.mark.parametrize(

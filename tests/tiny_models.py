@@ -75,9 +75,6 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # Settings that the rules above do not make fit together.
 OWN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0}},
-    "dots1": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0},
-    "gemma4_assistant": {"num_hidden_layers": 2},
     "gemma4_text": {"hidden_size_per_layer_input": 8},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "full_attention"]},
@@ -85,7 +82,6 @@ OWN: dict[str, dict[str, Any]] = {
     "mobilenet_v2": {"depth_multiplier": 0.25, "min_depth": 4},
     "qwen2_5_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
     "qwen2_vl_text": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
-    "reformer": {"is_decoder": True},
     "qwen3_moe": {"num_experts": 4},
     "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2]},
     "t5": {"feed_forward_proj": "gated-gelu"},  # of version 1.1, which mergekit knows

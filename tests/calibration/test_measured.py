@@ -9,9 +9,15 @@ from covering import covered
 from matrices import HETEROGENEOUS, family
 from measured_files import in_memory, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
-from reference import naive_ace, naive_relative, task_vector_error
+from reference import naive_ace, naive_plus, naive_relative, task_vector_error
 
-from mergekit_ace.algebra.ace import AceOptions, RelativeOptions, merge_matrix, merge_tensor
+from mergekit_ace.algebra.ace import (
+    AceOptions,
+    PlusOptions,
+    RelativeOptions,
+    merge_matrix,
+    merge_tensor,
+)
 from mergekit_ace.algebra.ridge import MeasuredInputs
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
@@ -35,6 +41,7 @@ PLAIN = {"epsilon": 1e-3, "epsilon_scale": "relative"}
         (naive_ace, AceOptions, FORCED),
         (naive_ace, AceOptions, {"structural_prior": False}),
         (naive_relative, RelativeOptions, {}),
+        (naive_plus, PlusOptions, {}),
     ],
 )
 def test_matrices(rng, mix, shape, scales, method):

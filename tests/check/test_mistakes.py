@@ -59,6 +59,9 @@ ERRORS = [
     ("models: ~\nslices: [{sources: [], parametres: {}}]", "slices.0: there is no"),
     # Names of models.
     ("first: {model: org/unknown}", "org/unknown is no folder in "),
+    ("first: {model: a/b/c}", "there is no folder a/b/c in "),
+    ("first: {model: ~/none}", "~ is not expanded"),
+    ("merge_method: regmean", "there are no statistics; run"),
     ("more: [model: ./none]", "there is no folder none; correct"),
     # Filters that reach nothing.
     ("parameters: {epsilon: [{filter: mpl, value: 1}, {value: 1}]}", "'mpl' matches no tensor"),

@@ -176,17 +176,3 @@ def test_what_lies_beside_good_weights_stops_nothing(family, monkeypatch):
     (expert / "loop.safetensors").symlink_to("loop.safetensors")
     monkeypatch.chdir(family)
     run(family, "base", "./expert0", "expert1")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nobody/nothing", "nobody/nothing is no folder"),
-        ("a/b/c", "there is no folder a/b/c in "),
-        ("~/none", "~ is not expanded"),
-    ],
-)
-def test_names_of_no_folders(family, name, message):
-    for said in run(family, "base", name, fails=True):
-        assert message in said
-        assert "correct the name" in said

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
 from coefficient_files import make_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mergekit_ace.methods.coefficients import CoefficientFile, load_coefficients
+from mergekit_ace.methods.coefficients import CoefficientFile
 from mergekit_ace.naming import FileError
 
 NAMES = ["embed.weight", "layers.0.up.weight", "layers.1.up.weight", "norm.weight"]
@@ -39,15 +36,3 @@ def test_other_and_damaged_files_are_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(FileError, match=message):
             CoefficientFile.load(path)
-
-
-def test_a_file_is_read_once_until_it_changes(tmp_path):
-    path = tmp_path / "c.safetensors"
-    file = make_file(NAMES, ["a", "b"])
-    file.save(path)
-    first = load_coefficients(str(path))
-    assert load_coefficients(str(path)) is first
-    file.coefficients = file.coefficients + 1
-    file.save(path)
-    os.utime(path, ns=(1, 1))  # clocks of file systems may be slower than this test
-    assert torch.equal(load_coefficients(str(path)).coefficients, file.coefficients)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from checkpoints import LLAMA, fine_tuned, save_family, save_tokenizer, tiny_llama
+from families import Killed, killed_after
 from safetensors.torch import load_file
 
 from mergekit_ace.merging import workers
@@ -55,23 +56,12 @@ def write_config(path: Path, config: dict) -> Path:
     return path
 
 
-class Killed(BaseException):
-    """Nobody catches it."""
-
-
-def begin(config: Path, out: Path, count: int = 2, flags: tuple[str, ...] = SHARDS) -> None:
-    """Compute some shards of a merge, which ends then, as if killed."""
-    original = workers.compute_shard
-
-    def compute_shard(job, shard, bar):
-        if shard.index == count:
-            raise Killed
-        return original(job, shard, bar)
-
+def begin(config: Path, out: Path) -> None:
+    """Compute two shards of a merge, which ends then, as if killed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "compute_shard", compute_shard)
+        killed_after(patch, workers, "compute_shard", 2)
         with pytest.raises(Killed):
-            command(config, out, *flags)
+            command(config, out, *SHARDS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from checkpoints import ace_config, configure, fine_tuned, tiny_llama
+from families import Killed
 from sharded import (
     SHARDS,
-    Killed,
     assert_same,
     begin,
     command,

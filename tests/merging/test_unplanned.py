@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import ace_config, add, save_family, save_tokenizer, tiny_llama
+from families import tensors
 from reference import naive_tensor, task_vector_error
-from safetensors.torch import load_file
 from sharded import SHARDS, VOCABULARY, finished, linear, reported
 
 HEAD = {
@@ -18,12 +17,6 @@ HEAD = {
     "mtp.layers.1.proj.weight": torch.Size([24, 32]),
     "mtp.norm.weight": torch.Size([32]),
 }
-
-
-def weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture
@@ -58,10 +51,10 @@ def test_heads_are_copied_or_merged(tmp_path, paths, treatment, merge, mergekit_
     assert len(lines) == len(set(lines))
     assert (HEAD.keys() <= set(lines)) == (treatment == "merge")
     assert all((out / shard).stat().st_size < 16_000 for shard in finished(out))
-    ours, theirs = weights(out), weights(mergekit_yaml(settings, out="theirs"))
+    ours, theirs = tensors(out), tensors(mergekit_yaml(settings, out="theirs"))
     assert ours.keys() - theirs.keys() == HEAD.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    base, *experts = map(weights, paths)
+    base, *experts = map(tensors, paths)
     for name, shape in HEAD.items():
         layout = "matrix" if len(shape) == 2 else "mean"
         expected = naive_tensor(base[name], [expert[name] for expert in experts], layout)
@@ -84,7 +77,7 @@ def test_rows_of_tokens_follow_the_tokenizer(tmp_path, merge):
     for treatment, mean in (("base", 0), ("merge", 100)):
         settings = linear(paths, tokenizer={"source": paths[0]})
         merge(settings, "--unplanned", treatment, out=f"{treatment}-merged")
-        merged = weights(tmp_path / f"{treatment}-merged")
+        merged = tensors(tmp_path / f"{treatment}-merged")
         assert merged["model.embed_tokens.weight"].shape[0] == 38
         assert torch.allclose(merged["mtp.head.weight"][:, 0], torch.arange(38.0) + mean)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from checkpoints import fine_tuned, tiny_llama
+from configs import write_task
 from families import tokenizer, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -59,18 +59,8 @@ def tasks(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"q": f"w{n}", "choices": ["w1", "w2"], "gold": n % 2} for n in range(8)]
     write_rows(folder / "rows.jsonl", rows)
-    task = {
-        "task": "local_words",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{q}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    (folder / "local_words.yaml").write_text(yaml.safe_dump(task))
+    asked = {"text": "{{q}}", "choice": "{{choices}}", "target": "{{gold}}"}
+    write_task(folder, "local_words", folder / "rows.jsonl", **asked)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "TaskManager", partial(harness.TaskManager, include_defaults=False))
         patch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip

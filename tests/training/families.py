@@ -204,7 +204,9 @@ def merge_of(out: Path) -> dict:
 
 
 def tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
+    """All tensors of a model."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def changed(config: dict, **training) -> dict:

@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from mergekit_ace.algebra import linalg
 from mergekit_ace.training.family import MergedModel
-from mergekit_ace.training.models import map_folder, map_weights, stored_names
 
 EXPERTS = 3
 IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(3))
@@ -22,20 +21,6 @@ IDS = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(3))
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_only_the_values_of_the_model_are_mapped(tmp_path, changed):
-    """Where loading changes values, the files are not the parameters, whatever their names."""
-    model, copied = tiny_llama(tie_word_embeddings=True), tmp_path / "copy.safetensors"
-    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
-    model = fine_tuned(model, seed=1) if changed else model
-    mapped = map_weights(model, weights(model), tmp_path / "m", copied)
-    assert copied.exists() == changed
-    assert all(torch.equal(mapped[n], p) for n, p in weights(model).items())
-    on_disk = map_folder(tmp_path / "m")
-    stored = stored_names(model, weights(model), on_disk)
-    assert {name for names in stored.values() for name in names} == set(on_disk)
 
 
 def test_products_are_the_gradient(monkeypatch):
