@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import yaml
 from click.testing import CliRunner
 
@@ -94,6 +93,8 @@ def mergekit_yaml(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def settings_put_back() -> Iterator[None]:
+    import torch
+
     before = torch.get_num_threads()
     yield
     torch.set_float32_matmul_precision("highest")

@@ -120,3 +120,7 @@ def test_every_layout_is_read_as_the_full_merge_reads_it(method, layout, shape, 
 def test_coefficients_are_those_of_the_full_tensors():
     check("ace", family(), coefficients=[0.5, 1.2, 0.9, 0.7], bar=1e-7, **REFINED)
     check("ace_relative", family(), "table", coefficients=[0.5, 1.2, 0.9], bar=1e-7)
+
+
+def test_the_ranks_of_a_table_count_for_nothing():
+    check("ace_plus", family((90, 24), ranks=(11, 2)), "table", bar=1e-7)

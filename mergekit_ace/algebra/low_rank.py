@@ -152,7 +152,7 @@ def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
 def merge_in_span(
     deltas: Sequence[LowRank | None],
     layout: FixedLayout,
-    merge: Callable[[list[Tensor], FixedLayout, CoreSpace | None], tuple[Tensor, TensorRecord]],
+    merge: Callable[[list[Tensor], FixedLayout, CoreSpace], tuple[Tensor, TensorRecord]],
     rank: int | None,
 ) -> LowRankMerge:
     """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
@@ -169,7 +169,7 @@ def merge_in_span(
         basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
         zero = first.left.new_zeros(first.shape[0], basis.shape[1])
         tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in views]
-        table, record = merge([zero, *tables], layout, None)
+        table, record = merge([zero, *tables], layout, CoreSpace(zero, basis))
         merged, lost = compress(LowRank(table, basis.mT, shape), min(rank or most, most))
     else:
         space = CoreSpace.of(given)

@@ -14,7 +14,14 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import as_vector, factorize, orthogonal_sum, product, solve
+from mergekit_ace.algebra.linalg import (
+    as_vector,
+    factorize,
+    full_precision,
+    orthogonal_sum,
+    product,
+    solve,
+)
 from mergekit_ace.algebra.task_vectors import ActiveExperts, rounding_floors
 
 # ‖F‖ / ‖X‖ where experts have nothing in common.
@@ -68,6 +75,7 @@ def measure_unlikeness(
     return 1 - (cosines.sum() / total).clamp(0, 1)
 
 
+@full_precision()
 def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
     """Add TSV-Merge's sum of at least two experts times a scale to a matrix, (o, i), in place."""
     rank, floors = max(1, min(active.shape) // len(active.experts)), rounding_floors(base, active)

@@ -344,7 +344,7 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> LowRankMerge:
         """Merge task vectors of low rank; see `merge_in_span` and `leaves_span`."""
 
-        def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace | None) -> Merged:
+        def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace) -> Merged:
             return self.merge(tensors, replace(settings, layout=layout, space=space))
 
         return merge_in_span(deltas, settings.layout, merge, rank)
