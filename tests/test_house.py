@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What keeps the code findable: few files, few hops, one name for one thing, no way upwards.
 
-The numbers below only go down. `python tests/test_house.py` lowers them to what the code needs.
+The numbers below only go down.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -156,16 +155,3 @@ def test_every_file_and_public_definition_says_what_it_is_about(path):
     for node in TREES[path].body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
-
-
-def lower_limits() -> None:
-    """Write today's numbers into this file where they are below the limits."""
-    place = Path(__file__)
-    text = place.read_text(encoding="utf-8")
-    for name, now in measured().items():
-        text = re.sub(rf'("{name}": )\d+', rf"\g<1>{min(now, LIMITS[name])}", text)
-    place.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    lower_limits()

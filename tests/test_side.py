@@ -8,13 +8,10 @@ import json
 import pytest
 import torch
 from matrices import family
-from mergekit import merge_methods
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import task_vector_error
 from torch import Tensor
-
-from mergekit_ace.methods.base import TensorSettings
 
 METHODS = pytest.mark.parametrize("method", ["ace", "ace_relative"])
 REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
@@ -79,22 +76,3 @@ def test_adapters_are_read_from_their_outputs(rng, tmp_path, method, names, give
     line = json.loads(report.read_text())
     assert (line["side"], line["layout"]) == (expected, "matrix")
     assert torch.equal(merged, merge(method, tensors, side=expected))
-
-
-@METHODS
-@pytest.mark.parametrize("known", ["coefficients", "covariances"])
-def test_what_was_measured_or_learned_belongs_to_inputs(method, known):
-    """As is seen from what a merge takes: matrices of the outputs' side are smaller here."""
-    method, models = merge_methods.get(method), tuple(map(ModelReference.parse, ADAPTERS))
-    defaults = {parameter.name: parameter.default for parameter in method.spec.parameters}
-
-    def settings(**given) -> TensorSettings:
-        return TensorSettings("w", "base", models, defaults | given, "matrix")
-
-    def operations(**given) -> float:
-        return method.work(settings(**given), (900, 100), 3).operations
-
-    assert operations() == operations(side="outputs") != operations(side="inputs")
-    assert operations(**{known: "file"}) == operations(side="inputs")
-    with pytest.raises(ValueError, match=f"`{known}` belongs to covariances of inputs"):
-        method.check_settings(settings(**{known: "file", "side": "outputs"}))

@@ -120,8 +120,6 @@ TASKS = [{"task": "maths"}, {"task": "maths"}, {"task": "law"}]
         ({}, [], "no coefficients; give exactly one"),
         ({}, WEIGHT, "no weight for"),
         (FILE, WEIGHT, "coefficients and weight; give exactly one"),
-        ({"coefficients": "nowhere"}, [], "there is no coefficient file .*allowed: the path"),
-        ({**FILE, "missing": "skip"}, [], "allowed: one of error, mean"),
         ({}, [{"weight": "heavy"}], "parameter 'weight' is 'heavy'; allowed: a finite number"),
         (FILE, [], r"holds nothing of .*expert1\. It holds maths \(.*expert0\), law \(org/law\)"),
         (FILE, TASKS, "two experts have the same row"),

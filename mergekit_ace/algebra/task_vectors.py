@@ -58,20 +58,6 @@ PairTable = tuple[tuple[float | None, ...], ...]  # of experts, T × T
 
 
 @dataclass(frozen=True)
-class Subspaces:
-    """Leading singular directions of the task vectors of one matrix, (o, i).
-
-    They overlap by ‖V_sᵀ V_t‖_F² / k for the first k right singular vectors: 1 where both subspaces
-    of the input space are the same, 0 where they are orthogonal, k/i in the mean over random ones.
-    """
-
-    size: int  # k: 16, or the least rank of a task vector that is not zero
-    stable_rank: tuple[float | None, ...]  # ‖Δ_t‖_F² / σ_1², 1 to the rank; None for Δ_t = 0
-    inputs: PairTable  # how far they overlap; None where a task vector is zero
-    outputs: PairTable  # the same of the left singular vectors
-
-
-@dataclass(frozen=True)
 class MatrixRecord:
     """What was measured and decided for one matrix. Tuples have an entry per expert given."""
 
@@ -95,7 +81,6 @@ class MatrixRecord:
     mix: float | None = None  # share of measured covariances
     side: Side | None = None  # of which covariances were estimated
     selected: float | None = None  # share of the entries that were added
-    subspaces: Subspaces | None = None  # where `inspect` looked
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.algebra.inspection import evenly_spaced, inspect_versions
+from mergekit_ace.algebra.inspection import compare_entries, evenly_spaced
 from mergekit_ace.files.checkpoints import own_loaders
 from mergekit_ace.files.saving import occupied, write_text
 from mergekit_ace.merging.plan import plan_run
@@ -118,13 +118,10 @@ class InspectTensor(ExecuteMergeMethodTask):
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim)
         settings = replace(settings, layout=method.layout(settings, base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
-        name = settings.parameters.get("compute_dtype", "float32")
-        dtype = torch.promote_types(getattr(torch, name), base.dtype)
 
         def measure(device: torch.device) -> Any:
             moved = [version.to(device) for version in versions]
-            record = method.merge(moved, settings)[1]
-            return inspect_versions(moved, record, settings.layout, dtype)
+            return method.merge(moved, settings)[1], compare_entries(moved[0], moved[1:])
 
         try:
             record, comparison = first_that_fits(base.device, measure, "inspect", planned.name)

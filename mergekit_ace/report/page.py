@@ -95,9 +95,6 @@ def draw_pictures(report: Report) -> dict[str, go.Figure]:
         pictures["similarity"] = _similarity(report)
     if len(report.having("coefficients")):
         pictures["coefficients"] = _by_depth(report, shares, "weight", "λ (no unit)", log=False)
-    if shares.stable_rank.any():
-        unit = "‖Δ‖² / σ₁² (1 to the rank)"
-        pictures["stable-rank"] = _by_depth(report, shares, "stable_rank", unit)
     return pictures
 
 
@@ -124,20 +121,12 @@ def _by_depth(report: Report, points: Any, value: str, unit: str, *, log: bool =
 
 
 def _similarity(report: Report) -> go.Figure:
-    views = {
-        "cosines": report.cosines,
-        "inputs": report.overlaps("inputs"),
-        "outputs": report.overlaps("outputs"),
-    }
     names = [*map(_text, report.experts)]
     figure = px.imshow(
-        np.stack(list(views.values())),
-        x=names, y=names, facet_col=0, zmin=-1, zmax=1, color_continuous_scale="RdBu_r",
+        report.cosines, x=names, y=names, zmin=-1, zmax=1, color_continuous_scale="RdBu_r",
         text_auto=".2f",  # pyright: ignore[reportArgumentType]
         labels={"x": "expert", "y": "expert"}, aspect="auto",
     )  # fmt: skip
-    for title, text in zip(figure.layout.annotations, views, strict=True):
-        title.text = text
     return figure.update_coloraxes(showscale=False)
 
 

@@ -121,12 +121,11 @@ class Report:
                 "tau": row["tau"][t],
                 "changed": row["changed"][t],
                 "weight": (row["coefficients"] or row["weight"])[t],
-                "stable_rank": row["subspaces"] and row["subspaces"].stable_rank[t],
             }
             for number, row in enumerate(self.matrices.to_dict("records"))
             for t, model in enumerate(row["models"])
         ]
-        return pd.DataFrame(rows).astype({"tau": float, "weight": float, "stable_rank": float})
+        return pd.DataFrame(rows).astype({"tau": float, "weight": float})
 
     @cached_property
     def norms(self) -> list[float]:
@@ -150,13 +149,6 @@ class Report:
         lengths = np.sqrt(products.diagonal())
         with np.errstate(invalid="ignore"):
             return products / np.outer(lengths, lengths)
-
-    def overlaps(self, side: str) -> np.ndarray:
-        """Return the mean overlap of leading subspaces, `inputs` or `outputs`, over matrices."""
-        matrices = [matrix for record in self.looked_at for matrix in record.matrices]
-        tables = [getattr(matrix.subspaces, side) for matrix in matrices if matrix.subspaces]
-        stack = np.array(tables, dtype=float).reshape(-1, len(self.models), len(self.models))
-        return np.ma.masked_invalid(stack).mean(axis=0).filled(np.nan)
 
 
 def summarize(report: Report) -> Iterator[str]:

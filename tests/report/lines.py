@@ -42,12 +42,6 @@ def made_line(
             "refined": False,
             "ridge": 0.5,
             "amplification": 1.0,
-            "subspaces": {
-                "size": 2,
-                "stable_rank": [3.0] * count,
-                "inputs": identity,
-                "outputs": identity,
-            },
         }
     return line | changes
 

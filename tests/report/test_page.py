@@ -19,7 +19,7 @@ VIEWS: dict[str, dict] = {
     "laptop, light": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
     "phone, dark": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
 }
-PICTURES = ["tau", "similarity", "coefficients", "stable-rank"]
+PICTURES = ["tau", "similarity", "coefficients"]
 HOSTILE = ["<!--<script>a", "</script><b>b", "<img src=x onerror=alert(1)>", "&lt;c&amp;\u2028"]
 
 

@@ -29,7 +29,7 @@ NO_LINE = "of {path} is not the line of a report: "
             lambda text: text.replace('"rule"', '"role"', 1),
             f"line 1 {NO_LINE}rule: Field required; remove it, or give the file that `report:` of",
         ),
-        (lambda text: text.replace("3.0", '"x"', 1), f"line 1 {NO_LINE}subspaces.stable_rank.0: "),
+        (lambda text: text.replace("0.3", '"x"', 1), f"line 1 {NO_LINE}threshold: "),
         (lambda text: text[:-40], f"line 3 {NO_LINE}Invalid JSON: EOF"),
         (lambda text: "7\n", f"line 1 {NO_LINE}Input should be an obj"),
         (lambda text: "", "no tensor was compared: give the report of a finished merge"),
