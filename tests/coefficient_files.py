@@ -23,21 +23,14 @@ def make_file(
 ) -> CoefficientFile:
     config = learner or LearnerConfig(input="shared", hidden=8)
     shape = (len(models), len(names))
-    generator = torch.Generator().manual_seed(5)
     torch.manual_seed(6)
     network = Learner(config, *shape)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    experts = zip(tasks or models, models, strict=True)
-    return CoefficientFile(
-        Contents(
-            base_model="base",
-            experts=tuple(Expert(task=task, model=model) for task, model in experts),
-            tensors=tuple(MergedTensor(name=name, stored=(name,)) for name in names),
-            frozen=tuple(frozen),
-            learner=config,
-            **contents,
-        ),
-        torch.randn(shape, generator=generator),
-        network.state_dict(),
-    )
+    pairs = zip(tasks or models, models, strict=True)
+    experts = tuple(Expert(task=task, model=model) for task, model in pairs)
+    tensors = tuple(MergedTensor(name=name, stored=(name,)) for name in names)
+    known = {"base_model": "base", "frozen": tuple(frozen), "learner": config, **contents}
+    contents = Contents(experts=experts, tensors=tensors, **known)
+    coefficients = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    return CoefficientFile(contents, coefficients, network.state_dict())

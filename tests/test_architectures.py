@@ -10,9 +10,8 @@ import pytest
 import transformers as tf
 import yaml
 from checkpoints import ace_config, check_merge, save_family
-from commands import command
+from commands import command, run_config
 from configs import EXAMPLES
-from sweep import merge_outcome
 from tiny_models import tiny_model
 
 from mergekit_ace.check.loading import verify_model
@@ -103,6 +102,15 @@ def test_mergekit_pytorch(name, tmp_path, mergekit_yaml):
     check_merge(type(model), paths, out)
 
 
+def merge_and_check(model, paths: list[str], folder: Path) -> None:
+    run_config("merge", ace_config(paths), folder / "merged")
+    check_merge(type(model), paths, folder / "merged", 1e-4)
+
+
+def check(config: dict, folder: Path) -> str:
+    return run_config("check", config, folder / "merged", quiet=False)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_mergekit_ace(name, tmp_path):
     """`check` passes the config that the examples have for its kind."""
@@ -110,12 +118,15 @@ def test_mergekit_ace(name, tmp_path):
     linear_attention = "qwen3_5" in model_type or model_type == "qwen3_next"  # in three of four
     model = tiny_model(name, model_type, layers=4 if linear_attention else 2)
     paths = save_family(model, tmp_path)
-    assert merge_outcome(type(model), paths, tmp_path) == ("works", "")
+    merge_and_check(model, paths, tmp_path)
+    if linear_attention:
+        entries = [{"filter": "attn", "value": 0.1}, {"value": 0.2}]
+        said = check(ace_config(paths, parameters={"epsilon": entries}), tmp_path)
+        assert "the filter 'attn' takes tensors of linear_attn, too" in said
     if example:
         config = yaml.safe_load((EXAMPLES / "configs" / f"{example}.yml").read_text("utf-8"))
         config |= {"base_model": paths[0], "models": [{"model": path} for path in paths[1:]]}
-        (tmp_path / "merge.yml").write_text(yaml.safe_dump(config))
-        said = command("check", tmp_path / "merge.yml")
+        said = check(config, tmp_path)
         assert "filter" not in said, "every filter of the config takes tensors"
 
 
@@ -126,9 +137,10 @@ def test_models_without_embeddings(name, tmp_path):
     BatchNorm keeps the base's counters, and gets the mean of the experts' statistics.
     """
     model = small_model(name)
-    assert merge_outcome(type(model), save_family(model, tmp_path), tmp_path) == ("works", "")
-    said = command("check", tmp_path / "merge.yml")
+    paths = save_family(model, tmp_path)
+    merge_and_check(model, paths, tmp_path)
+    said = check(ace_config(paths), tmp_path)
     assert "mergekit has no description of" in said
     assert "merge by `mergekit-ace merge`" in said
     if name != "mobilenet_v2":  # its many layers take long
-        command("inspect", tmp_path / "merge.yml", tmp_path / "inspected")
+        run_config("inspect", ace_config(paths), tmp_path / "inspected")

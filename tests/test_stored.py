@@ -54,19 +54,6 @@ def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     assert all(torch.equal(got[name], base[name]) for name in tower)
 
 
-def test_a_filter_that_takes_linear_attention(tmp_path):
-    config = tf.Qwen3NextConfig(
-        **TEXT | {"num_hidden_layers": 4}, num_experts=2, num_experts_per_tok=1,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16, linear_key_head_dim=8,
-        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-    )  # fmt: skip
-    paths = save_family(tf.Qwen3NextForCausalLM(config), tmp_path)
-    entries = [{"filter": "attn", "value": 0.1}, {"value": 0.2}]
-    text = merge(tmp_path, ace_config(paths, parameters={"epsilon": entries}))
-    assert "the filter 'attn' takes tensors of linear_attn, too" in text
-    assert tensors(tmp_path / "merged").keys() == tensors(paths[0]).keys()
-
-
 def test_heads_of_other_labels_stay_the_bases(tmp_path):
     config = tf.BertConfig(**TEXT, num_labels=2)
     torch.manual_seed(0)

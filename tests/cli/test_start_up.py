@@ -45,8 +45,6 @@ STARTS: list[tuple[tuple[str, str | None] | None, tuple[str, ...], str, str]] = 
     (None, (LOADED, REMOVE, MERGEKIT), "ready", WARNING),
     ((PLUGIN, None), (NO_STDERR, LOADED, MERGEKIT), "ready", ""),
     ((PLUGIN, None), (CLOSED_STDERR, LOADED, MERGEKIT), "ready", ""),
-    (None, (NO_STDERR, REMOVE, LOADED, MERGEKIT), "ready", ""),
-    (None, (CLOSED_STDERR, REMOVE, LOADED, MERGEKIT), "ready", ""),
     (None, (OFF, LOADED, "import mergekit_ace", MERGEKIT), "known ready", ""),
     ((INIT, "1 / 0\n"), (OFF, LOADED, MERGEKIT), "ready", ""),
     # An interrupt is the user's, and what mergekit raises is its own.
