@@ -177,7 +177,8 @@ def _explain(error: ValidationError, content: Any) -> list[str]:
         path, found = _find_place(places, content)
         if path and path[-1] in _EXPECTED:
             what = f"{what}; {_EXPECTED[path[-1]]}"
-        told.setdefault(path, f"{'.'.join(path) or 'the config'}: {what} (found: {found!r:.60})")
+        place = path or (what,)  # of all that is missing at the top level
+        told.setdefault(place, f"{'.'.join(path) or 'the config'}: {what} (found: {found!r:.60})")
     return list(told.values())
 
 

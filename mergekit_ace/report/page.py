@@ -116,6 +116,7 @@ def _by_depth(report: Report, points: Any, value: str, unit: str, *, log: bool =
     layers = report.matrices.layer.dropna()
     starts = layers[layers != layers.shift()]
     shown = starts.iloc[evenly_spaced(len(starts), TICKS)]
+    figure.update_traces(marker_symbol="circle-open")  # points of experts lie on one another
     figure.update_xaxes(tickvals=list(shown.index), ticktext=[*map(str, shown)], zeroline=False)
     return figure.update_yaxes(exponentformat="e", dtick=1) if log else figure
 
