@@ -217,10 +217,12 @@ def _decisions(report: Report) -> Iterator[str]:
         modules = [*names.value_counts().index]
         worst = zip(large.amplification[:3], large.label, strict=False)
         named = [f"{amplification:.3g} in {label}" for amplification, label in worst]
+        remedy = "Lower lambda there by a filter."
+        if any(p.name == "epsilon" for p in merge_methods.get(report.name).spec.parameters):
+            remedy = "Leave epsilon_scale out, or raise epsilon there by a filter."
         yield (
             f"The merge is larger than what the experts hold in {len(large)} of {len(ridges)} "
-            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. The ridge is too "
-            "small there: leave epsilon_scale out, or raise epsilon by a filter."
+            f"matrices, of {listed(modules)}: ‖X‖² / Σ ‖Δ_t‖² is {listed(named)}. {remedy}"
         )
 
 

@@ -120,7 +120,7 @@ WORDS = {  # lines, what they say, and what they do not say
         [
             "larger than what the experts hold in 4 of 5 matrices, of up_proj, down_proj",
             "is 30 in model.layers.0.mlp.down_proj.weight, 20 in model.layers.",
-            "leave epsilon_scale out, or raise epsilon",
+            "Leave epsilon_scale out, or raise epsilon",
         ],
         ["q_proj"],
     ),
