@@ -76,11 +76,8 @@ def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ())
     assert [word for word in words if word not in said] == [], said
 
 
-@pytest.mark.parametrize("keeper", ["base_model", "merged_model"])
-def test_a_checkpoint_comes_out(config, folder, tmp_path, monkeypatch, keeper):
+def test_a_checkpoint_comes_out(config, folder, tmp_path):
     """Half of the way to the mathematics, where what should stay weighs as all experts do."""
-    monkeypatch.setattr(calibrate, "choose_scale", lambda *_: (1.0, 0.5, 0.5))
-    config |= {"base_model": str(folder / "base")} if keeper == "base_model" else {}
     out, words = tmp_path / "out", tokenizer()
     config["models"][1]["task"] = "medicine"
     found, card = calibrated(config, out)
@@ -92,7 +89,7 @@ def test_a_checkpoint_comes_out(config, folder, tmp_path, monkeypatch, keeper):
         return calibrate.SampleTeacher(state(LlamaForCausalLM, folder)[1], texts, weight)
 
     teachers = [teacher(one["model"], one["data"], 0.5) for one in config["models"]]
-    teachers.append(teacher(config[keeper], config["keep"], 1.0))
+    teachers.append(teacher(config["merged_model"], config["keep"], 1.0))
     expected = {**start}
     for tensors in calibrate.calibrated_layers(model, start, teachers, CPU):
         expected |= {name: (start[name] + tensor) / 2 for name, tensor in tensors.items()}

@@ -37,6 +37,7 @@ STARTS: list[tuple[tuple[str, str | None] | None, tuple[str, ...], str, str]] = 
         for text in (
             "def broken(:\n",
             "raise RuntimeError('no\\nluck')\n",
+            "raise BaseException('odd')\n",
             None,  # after an upgrade that was interrupted
         )
     ),
