@@ -157,12 +157,12 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         _check_weights(model, skeleton)
     tokenizer = models.load_processor([one.folder for one in (merge, *experts)], KIND, config)
     samples = []
-    for number, model in enumerate([*experts, base or merge]):
-        _, data = config.sources[number]
+    sources = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
+    for number, (reader, writer, (_, data)) in enumerate(sources):
         if data is None:
             path = work / "texts" / f"{number}.jsonl"
-            data = _write_texts(model, config, tokenizer, path, quiet)
-        samples.append(_read_texts(data, skeleton, tokenizer, [merge, model]))
+            data = _write_texts(writer, config, tokenizer, path, quiet)
+        samples.append(_read_texts(data, skeleton, tokenizer, [merge, reader]))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, way = merge, ""
     if base is not None:
@@ -177,7 +177,7 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
             click.echo(way)
     shares = [*[1 / len(experts)] * len(experts), 1.0]
     texts = [[one["input_ids"] for one in own] for own in samples]
-    teachers = list(map(SampleTeacher, [*experts, base or start], texts, shares))
+    teachers = list(map(SampleTeacher, [*experts, start], texts, shares))
     step = STEP_OF_ADAPTERS if all(one.adapter for one in experts) else STEP
     solved: dict[str, Tensor] = {}
     layers = calibrated_layers(skeleton, start, teachers, device)
@@ -269,8 +269,7 @@ def _card_section(
     return (
         f"## Calibration\n\n`mergekit-ace calibrate` (version {version}) then solved every linear "
         "layer of attention and MLP anew, so that it does on texts of each expert what the expert "
-        f"does, and on others what {'the base does' if config.base_model else 'it did before'}. "
-        f"{way}The weights went "
+        f"does, and on others what it did before. {way}The weights went "
         f"{'all' if step == 1 else f'{step:g}'} of the way from the merge to the solution.\n\n"
     ) + "\n".join(rows)
 
