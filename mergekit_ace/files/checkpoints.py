@@ -344,7 +344,6 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
             for file, content in metadata.files_metadata.items()
             for name, info in content.tensors.items()
         }
-        folder = None
     checkpoint = Checkpoint(model, folder, headers)
     if found := find_quantisation(checkpoint.config, headers):
         return replace(checkpoint, headers=found.headers(headers), quantised=found.method)
