@@ -173,7 +173,7 @@ def statistics(config: Path, out: Path, **given: Any) -> None:
     """Measure on samples what regmean and fisher read.
 
     CONFIG is a train config, with `measure: [covariances, fisher]` for one or both; covariances
-    serve ace and its variants, too. A run that was interrupted goes on when the same command is
+    serve ace and ace_plus, too. A run that was interrupted goes on when the same command is
     given again.
     """
     from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics

@@ -17,7 +17,6 @@ LOG = logging.getLogger(__name__)
 # Module and class of every merge method. A new one is a class, and a line here.
 METHODS = (
     "mergekit_ace.methods.ace:AceMerge",
-    "mergekit_ace.methods.ace:RelativeAceMerge",
     "mergekit_ace.methods.ace:PlusAceMerge",
     "mergekit_ace.methods.statsmerging:StatsMerge",
     "mergekit_ace.methods.peers:TsvMerge",

@@ -22,13 +22,13 @@ def polar(columns: Tensor) -> Tensor:
     return u @ vh
 
 
-def naive_tsv_m(deltas: list[Tensor]) -> Tensor:
+def naive_tsv_m(deltas: list[Tensor], own: list[float] | None = None) -> Tensor:
     rank = max(1, min(deltas[0].shape) // len(deltas))
     us, ss, vs = [], [], []
-    for delta in deltas:
+    for delta, coefficient in zip(deltas, own or [1.0] * len(deltas), strict=True):
         u, s, vh = svd(delta)
         us.append(u[:, :rank])
-        ss.append(s[:rank])
+        ss.append(coefficient * s[:rank])
         vs.append(vh[:rank].T)
     u, s, v = polar(torch.cat(us, dim=1)), torch.cat(ss), polar(torch.cat(vs, dim=1))
     return u @ torch.diag(s) @ v.T

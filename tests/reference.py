@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
+from naive_peers import naive_tsv_m
 from torch import Tensor
 
 
@@ -41,7 +42,7 @@ def naive_ace(
     spectral_refinement: str = "auto",
     rank_fraction: float = 0.3,
     refinement_mean: str = "plain",
-    centred: bool = True,  # False only of `ace_relative`
+    centred: bool = True,  # False only of `ace_plus`
     coefficients: list[float] | None = None,
     measured: list[Tensor] | None = None,
     mix: float = 0.0,
@@ -97,21 +98,8 @@ def naive_ace(
     return base + lambda_ * chosen
 
 
-RELATIVE = {"adaptive_normalization": "always", "spectral_refinement": "never"}
-RELATIVE |= {"centred": False, "structural_prior": False}
-
-
-def naive_relative(
-    base: Tensor,
-    experts: list[Tensor],
-    weight: list[float] | None = None,
-    *,
-    coefficients: list[float] | None = None,
-    **options,
-) -> Tensor:
-    """`ace_relative` of one matrix, (o, i), in float64."""
-    own = coefficients and [*coefficients, 1.0]
-    return naive_ace(base, experts, weight, coefficients=own, **RELATIVE | options)
+PLUS = {"adaptive_normalization": "always", "spectral_refinement": "never"}
+PLUS |= {"centred": False, "structural_prior": False}
 
 
 def naive_ridges(
@@ -137,26 +125,18 @@ def with_measured(gram: list[Tensor], measured: list[Tensor] | None, mix: float)
 
 
 def naive_table(
-    base: Tensor,
-    experts: list[Tensor],
-    weight: list[float] | None = None,
-    *,
-    lambda_: float = 1.0,
-    epsilon: float = 0.01,
-    coefficients: list[float] | None = None,
+    base: Tensor, experts: list[Tensor], weight: list[float] | None, own: list[float]
 ) -> Tensor:
-    """`ace_relative` of a table of rows, (n, d): the mean of each row, by who has moved it."""
-    own = [1.0] * len(experts) if coefficients is None else coefficients
+    """The mean of each row of the task vectors of a table, (n, d), by who has moved it."""
     kept, deltas, w = in_use(base, experts, weight)
-    merged = base.double().clone()
+    merged = torch.zeros_like(base, dtype=torch.float64)
     for v in range(len(base)):
         asked = []
         for delta, weight_of in zip(deltas, w, strict=True):
             share = delta[v].square().sum() / delta.square().sum()
-            asked.append(weight_of * (share + epsilon / len(base)))
-        if sum(asked) > 0:
-            parts = zip(kept, deltas, asked, strict=True)
-            merged[v] += lambda_ * sum(own[t] * a * delta[v] for t, delta, a in parts) / sum(asked)
+            asked.append(weight_of * (share + 0.01 / len(base)))
+        parts = zip(kept, deltas, asked, strict=True)
+        merged[v] += sum(own[t] * a * delta[v] for t, delta, a in parts) / sum(asked)
     return merged
 
 
@@ -167,13 +147,18 @@ def naive_plus(
     *,
     lambda_: float = 1.0,
     coefficients: list[float] | None = None,
+    table: bool = False,
     **known,
 ) -> Tensor:
-    """`ace_plus` of one matrix, (o, i): `ace_relative` with a flatter spectrum."""
-    base = base.double()
-    whole = naive_relative(base, experts, weight, **known) - base
-    part = naive_relative(base, experts, weight, coefficients=coefficients, **known) - base
+    """`ace_plus` of one matrix, (o, i): a regression with a flatter spectrum; or of embeddings."""
     kept, deltas, w = in_use(base, experts, weight)
+    base, own = base.double(), [1.0] * len(experts) if coefficients is None else coefficients
+    whole = naive_ace(base, experts, weight, **PLUS, **known) - base
+    part = naive_ace(base, experts, weight, coefficients=[*own, 1.0], **PLUS, **known) - base
+    if table or max(base.shape) > 8 * min(base.shape):
+        part = naive_table(base, experts, weight, own) if table else part
+        total = 0.72 * part + 0.28 * naive_tsv_m(deltas, [own[t] for t in kept])
+        return base + lambda_ * total
     pairs = [(s, t) for s in range(len(kept)) for t in range(s)]
     units = [delta / delta.norm() for delta in deltas]
     cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
@@ -204,19 +189,17 @@ def naive_mean(
 
 
 def naive_tensor(
-    base: Tensor, experts: list[Tensor], layout: str = "matrix", **parameters
+    base: Tensor, experts: list[Tensor], layout: str = "matrix", naive=naive_ace, **parameters
 ) -> Tensor:
     """A whole stored tensor in float64, by its layout."""
     if layout == "mean":
         weight, scale = parameters.get("weight"), parameters.get("lambda_", 1.0)
         return naive_mean(base, experts, weight, scale)
-    if layout == "table":
-        return naive_table(base, experts, epsilon=parameters["epsilon"])
     turned = [t.mT if layout == "transposed" else t for t in (base, *experts)]
     if layout == "flattened":
         turned = [t.flatten(start_dim=1) for t in turned]
     stacks = [t.reshape(-1, *t.shape[-2:]) for t in turned]
-    parts = [naive_ace(own[0], list(own[1:]), **parameters) for own in zip(*stacks, strict=True)]
+    parts = [naive(own[0], list(own[1:]), **parameters) for own in zip(*stacks, strict=True)]
     merged = torch.stack(parts).reshape(turned[0].shape)
     return (merged.mT if layout == "transposed" else merged).reshape(base.shape)
 

@@ -67,7 +67,7 @@ def test_a_new_method_is_one_class_and_one_entry(tmp_path, mergekit_yaml, mean_o
     [
         ("statsmerging", {"weight": 0.9}),
         ("ace", {"lambda": 3.0}),
-        ("ace_relative", {"lambda": 3.0}),
+        ("ace_plus", {"lambda": 3.0}),
         ("consensus_ta", {"lambda": 3.0}),
     ],
 )

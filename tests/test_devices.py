@@ -211,7 +211,7 @@ def test_float32_is_enough_also_where_the_caller_allows_tf32(shape, stored, swit
 
 @REAL
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
-@pytest.mark.parametrize("method", ["ace", "ace_relative", "ace_plus", "tsv_m"])
+@pytest.mark.parametrize("method", ["ace", "ace_plus", "tsv_m"])
 def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
     config = ace_config(save_family(tiny_llama(), tmp_path), merge_method=method)
     expected = load_file(mergekit_yaml(config, out="cpu") / "model.safetensors")

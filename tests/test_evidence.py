@@ -78,7 +78,7 @@ def test_the_budget_on_lines_between_points(evidence):
     ("family", "methods"),
     [
         ("llama", ["ace", "tsv_m", "task_arithmetic"]),
-        ("gpt2", ["ace_relative", "ace as in the paper"]),
+        ("gpt2", ["ace_plus", "ace as in the paper"]),
         ("roberta", ["iso_c", "lines"]),
         ("images", ["ace", "lines", "statsmerging"]),
     ],

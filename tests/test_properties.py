@@ -12,7 +12,7 @@ from reference import naive_ace, task_vector_error
 from torch import Tensor
 
 from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
-from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.algebra.ace import PlusOptions
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("ours")
@@ -84,17 +84,17 @@ def test_agrees_with_the_reference_in_any_order_of_experts(deltas, weights, swit
 
 @settings(max_examples=300)
 @given(families(), WEIGHTS, st.sampled_from(["auto", "always", "never"]), st.booleans())
-def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, weights, switch, relative):
+def test_no_merge_points_against_the_sum_of_experts_that_agree(deltas, weights, switch, plus):
     """With the ridge that follows the spectrum, without the prior: with it, 2 of 1,500 do.
 
     Centring takes the mean rows out; what is left has to agree, too.
     """
-    options = RelativeOptions()
-    if not relative:
+    options = PlusOptions()
+    if not plus:
         switches = {"adaptive_normalization": switch, "spectral_refinement": switch}
         options = AceOptions(**switches, structural_prior=False)
     assume(agree(deltas))
-    assume(relative or agree([delta - delta.mean(dim=0) for delta in deltas]))
+    assume(plus or agree([delta - delta.mean(dim=0) for delta in deltas]))
     base, total = torch.zeros_like(deltas[0]), sum(deltas)
     merged, _ = merge_matrix(base, deltas, weights[: len(deltas)], options)
     assert float((merged * total).sum()) >= -1e-6 * float(merged.norm() * total.norm())

@@ -45,7 +45,7 @@ def test_words_for_what_is_allowed():
     assert "tsv_m" not in text
     assert "`weight`: 1.0; a number, 0 or greater; per expert. " in command("methods", "ace")
     unknown = command("methods", "acee", fails=True)
-    assert "no method 'acee' here; there are ace, ace_relative" in unknown
+    assert "no method 'acee' here; there are ace, ace_plus" in unknown
 
 
 def test_the_reference_in_the_repository_is_what_is_printed():

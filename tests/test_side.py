@@ -13,7 +13,7 @@ from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import task_vector_error
 from torch import Tensor
 
-METHODS = pytest.mark.parametrize("method", ["ace", "ace_relative"])
+METHODS = pytest.mark.parametrize("method", ["ace", "ace_plus"])
 REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 WEIGHTED = {"weight": [1.0, 2.0, 0.5], "lambda": 0.7}
 ADAPTERS = ["base+one", "base+two", "base+three"]
@@ -30,7 +30,7 @@ def members(rng: torch.Generator, shape: tuple[int, int] = (24, 40)) -> list[Ten
 
 @pytest.mark.parametrize(
     ("method", "given"),
-    [("ace", {}), ("ace", REFINED), ("ace", WEIGHTED), ("ace_relative", WEIGHTED)],
+    [("ace", {}), ("ace", REFINED), ("ace", WEIGHTED), ("ace_plus", WEIGHTED)],
 )
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (6, 90)])
 def test_outputs_are_the_inputs_of_the_transposes(rng, method, given, shape):

@@ -83,7 +83,6 @@ ROWS = [
     Row("cart", "cart"),
     Row("wudi", "wudi", {"solver": "exact"}),
     Row("ace", "ace"),
-    Row("ace_relative", "ace_relative"),
     Row("ace_plus", "ace_plus"),
     Row("ace as in the paper", "ace",
         {"epsilon_scale": "absolute", "heterogeneity": "gamma", "refinement_mean": "ridged"}),

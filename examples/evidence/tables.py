@@ -23,9 +23,8 @@ LANGUAGE = ("smollm-control, 40 steps", "smollm, 40 steps, GPU", "smollm, 160 st
 ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40", "smollm-lora, 40",
            "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
-DRAWN = {"ace_plus": "tab:purple", "ace_relative": "tab:orange", "ace": "tab:red",
-         "tsv_m": "tab:blue", "iso_c": "tab:green", "task_arithmetic": "black",
-         "ties": "tab:gray"}  # fmt: skip
+DRAWN = {"ace_plus": "tab:purple", "ace": "tab:red", "tsv_m": "tab:blue", "iso_c": "tab:green",
+         "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
 Figure, Result = tuple[float, float], dict[str, Any]  # number and standard error; a row
 
 
@@ -122,8 +121,7 @@ def draw(results: list[Result], path: Path = PICTURE) -> None:
         forgot, kept = (
             [pool_at(seeds, scale, what)[0] for scale in scales] for what in ("forgot", "kept")
         )
-        style = ".--" if name == "ace_relative" else ".-"  # which nearly coincides with ace
-        axes.plot(forgot, kept, style, color=color, label=name, markersize=4)
+        axes.plot(forgot, kept, ".-", color=color, label=name, markersize=4)
         axes.plot(*(line[scales.index(1.0)] for line in (forgot, kept)), "o", color=color)
     axes.axvline(0.05, color="silver", zorder=0, label="budget")
     axes.set(xlim=(None, 0.5), ylim=(0.2, 1.0), ylabel="kept", xlabel="forgot, nats per token")

@@ -55,7 +55,7 @@ def mean_loss(folder: Path, languages: tuple[str, ...]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "family-mixture")
-    parser.add_argument("--methods", nargs="+", default=["ace", "ace_relative", "tsv_m"])
+    parser.add_argument("--methods", nargs="+", default=["ace", "ace_plus", "tsv_m"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of trainings")
     parser.add_argument("--steps", type=int, help="train a model by at most so many steps")
     options = parser.parse_args()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACE-Merging of one stored tensor (Xu et al., CVPR 2026, arXiv 2603.02945), and `ace_relative`.
+"""ACE-Merging of one stored tensor (Xu et al., CVPR 2026, arXiv 2603.02945), and `ace_plus`.
 
 Steps 1 to 3 of Algorithm 1 are decided here; `ridge` solves the closed form and refines it.
 """
@@ -27,9 +27,9 @@ from mergekit_ace.algebra.task_vectors import (
     Fraction,
     MatrixRecord,
     NonNegative,
-    RelativeLayout,
     Ridge,
     Statistic,
+    TableLayout,
     TensorRecord,
     as_matrices,
     by_layout,
@@ -42,6 +42,8 @@ from mergekit_ace.algebra.task_vectors import (
     task_vector,
 )
 
+# ε where the ridge follows the spectrum.
+RIDGE = 0.01
 # The spread Var_t[log τ_t] above which experts count as heterogeneous by default.
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
@@ -70,8 +72,10 @@ class PlusOptions(BaseModel):
         return torch.float64 if self.compute_dtype == "float64" else torch.float32
 
 
-class RidgeOptions(PlusOptions):
-    """What may be chosen per tensor of `ace` and `ace_relative`."""
+class AceOptions(PlusOptions):
+    """What may be chosen per tensor of `ace`."""
+
+    refines: ClassVar[bool] = True
 
     epsilon: Ridge | None = Field(
         default=None,
@@ -84,20 +88,6 @@ class RidgeOptions(PlusOptions):
         "mean eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the "
         "mean eigenvalue tr(S_t)/i of each estimate.",
     )
-
-    @property
-    def ridge(self) -> float:
-        """ε as given, or its default."""
-        if self.epsilon is not None:
-            return self.epsilon
-        return 0.01 if self.epsilon_scale == "spectrum" else 1e-5
-
-
-class AceOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace`."""
-
-    refines: ClassVar[bool] = True
-
     heterogeneity: Statistic = Field(
         default="auto",
         description="What tells heterogeneous matrices. auto: Var_t[log τ_t] above 1; gamma: the "
@@ -133,9 +123,12 @@ class AceOptions(RidgeOptions):
         default=0.3, description="Share k / min(o, i) of the directions that are refined."
     )
 
-
-class RelativeOptions(RidgeOptions):
-    """What may be chosen per tensor of `ace_relative`, which neither centres nor has a prior."""
+    @property
+    def ridge(self) -> float:
+        """ε as given, or its default."""
+        if self.epsilon is not None:
+            return self.epsilon
+        return RIDGE if self.epsilon_scale == "spectrum" else 1e-5
 
 
 def merge_tensor(
@@ -143,13 +136,13 @@ def merge_tensor(
     experts: Sequence[Tensor],
     weights: Sequence[float] | None = None,
     options: PlusOptions | None = None,
-    layout: RelativeLayout = "auto",
+    layout: TableLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
     space: CoreSpace | None = None,
     measured: MeasuredInputs = UNMEASURED,
 ) -> tuple[Tensor, TensorRecord]:
-    """Merge the versions of one stored tensor by ACE-Merging, `ace_relative` or `ace_plus`.
+    """Merge the versions of one stored tensor by ACE-Merging or `ace_plus`.
 
     Args:
         base: W0, of any floating dtype; ``matrix``: (o, i), where the layer computes W0 @ x;
@@ -157,7 +150,7 @@ def merge_tensor(
             ``flattened``: (o, …), read as (o, rest); ``mean``: any; ``table``: see `merge_table`.
         experts: W_t, each shaped as `base`.
         weights: w_t ≥ 0, one per expert; only their ratios matter; 0 leaves an expert out.
-        options: `AceOptions`, by default, `RelativeOptions` or `PlusOptions`.
+        options: `AceOptions`, by default, or `PlusOptions`.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; W0 is 0 then.
@@ -188,8 +181,8 @@ def merge_tensor(
     fixed = resolve_layout(layout, None, base.ndim)
     known: dict[str, Any] = {"options": options, "layout": fixed, "measured": measured}
     formula = partial(_merge_plus, **known)
-    if isinstance(options, AceOptions | RelativeOptions):
-        formula = partial(_merge_by_regression, **known, refinement=given[-1])
+    if isinstance(options, AceOptions):
+        formula = partial(_merge_ace, **known, refinement=given[-1])
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -200,18 +193,22 @@ def _merge_plus(
     layout: FixedLayout,
     measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix by `ace_plus`: embeddings as the sum of two merges."""
+    """Merge one matrix that at least two experts changed by `ace_plus`: see the README."""
     embeddings = layout == "table" or max(active.shape) > LONGEST * min(active.shape)
     share = ORTHOGONAL_SHARE * embeddings
-    relative = RelativeOptions.model_validate(
-        {"lambda": (1 - share) * options.scale, "compute_dtype": options.compute_dtype}
-    )
-    merged, record = _merge_by_regression(
-        base, active, relative, layout, measured, flattens=not embeddings
-    )
+    scale = (1 - share) * options.scale
+    if layout == "table":
+        merged, record = merge_table(base, active, scale)
+    else:
+        problem = _regression(base, active, options, True, measured)
+        if not embeddings:
+            turned = active.shape[0] < active.shape[1]
+            problem = replace(problem, sizes=active.tau, turned=turned)
+        known = {"mix": measured.mix} if problem.measured else {}
+        merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)
     if embeddings:
         merged = add_orthogonal_sum(merged, base, active, share * options.scale)
-    return merged, replace(record, rule="ace_plus")
+    return merged, record
 
 
 def merge_matrix(
@@ -232,79 +229,74 @@ def merge_matrix(
     return merged, record.matrices[0]
 
 
-def _merge_by_regression(
+def _merge_ace(
     base: Tensor,
     active: ActiveExperts,
-    options: AceOptions | RelativeOptions,
+    options: AceOptions,
     layout: FixedLayout,
     measured: MeasuredInputs,
-    refinement: float = 1.0,
-    flattens: bool = False,  # as `ace_plus` does
+    refinement: float,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
-    if layout == "table" and isinstance(options, RelativeOptions):
-        return merge_table(base, active, options)
-    for version in (base, *active.experts):
-        if not version.is_floating_point():
-            raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
-    known: dict[str, Any] = {"rule": "ace_relative"}
-    normalized, rank = True, 0
-    if isinstance(options, AceOptions):
-        gamma, variance = measure_heterogeneity(active.tau)
-        # γ depends on the unit of the weights: by default their spread alone decides (departure)
-        auto = options.heterogeneity == "auto"
-        threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
-        heterogeneous = (gamma if options.heterogeneity == "gamma" else variance) > threshold
-        switch = {"auto": heterogeneous, "always": True, "never": False}
-        normalized = switch[options.adaptive_normalization]
-        if switch[options.spectral_refinement]:
-            rank = int(options.rank_fraction * min(active.shape))
-        known = {
-            "rule": "ace",
-            "gamma": gamma,
-            "log_variance": variance,
-            "statistic": options.heterogeneity,
-            "threshold": threshold,
-            "heterogeneous": heterogeneous,
-            "normalized": normalized,
-            "refined": False,
-            "rank": rank,
-        }
+    gamma, variance = measure_heterogeneity(active.tau)
+    # γ depends on the unit of the weights: by default their spread alone decides (departure)
+    auto = options.heterogeneity == "auto"
+    threshold = CLEARLY_APART if auto else options.heterogeneity_threshold
+    heterogeneous = (gamma if options.heterogeneity == "gamma" else variance) > threshold
+    switch = {"auto": heterogeneous, "always": True, "never": False}
+    normalized, rank = switch[options.adaptive_normalization], 0
+    if switch[options.spectral_refinement]:
+        rank = int(options.rank_fraction * min(active.shape))
     problem = _regression(base, active, options, normalized, measured)
-    if problem is None:  # every expert moved all its rows alike
+    if not problem.experts:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
-    if problem.measured:
-        known["mix"] = measured.mix
-    sizes = [active.tau[t] for t in problem.experts] if flattens else ()
-    problem = replace(problem, rank=rank, refinement=refinement, sizes=sizes)
-    return merge_by_ridge(base, active, problem, options.scale, **known)
+    return merge_by_ridge(
+        base,
+        active,
+        replace(problem, rank=rank, refinement=refinement),
+        options.scale,
+        rule="ace",
+        gamma=gamma,
+        log_variance=variance,
+        statistic=options.heterogeneity,
+        threshold=threshold,
+        heterogeneous=heterogeneous,
+        normalized=normalized,
+        refined=False,
+        rank=rank,
+        **({"mix": measured.mix} if problem.measured else {}),
+    )
 
 
 def _regression(
     base: Tensor,
     active: ActiveExperts,
-    options: AceOptions | RelativeOptions,
+    options: PlusOptions,
     normalized: bool,
     measured: MeasuredInputs,
-) -> Regression | None:
-    """Return the regression of one matrix (Eqs. 8-13); None where no expert has an estimate."""
+) -> Regression:
+    """Return the regression of one matrix (Eqs. 8-13), of those experts that have an estimate."""
+    for version in (base, *active.experts):
+        if not version.is_floating_point():
+            raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
     ace = options if isinstance(options, AceOptions) else None
+    kind, epsilon = (ace.epsilon_scale, ace.ridge) if ace else ("spectrum", RIDGE)
     traces = dict(enumerate(active.traces if ace else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
         if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
-    if normalized or options.epsilon_scale == "relative":  # 0 is no divisor (departure)
+    if normalized or kind == "relative":  # 0 is no divisor (departure)
         traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     if not any(traces.values()):
-        return None
+        traces = {}
     scales, ridges, found = [], [], {}
     for place, (t, trace) in enumerate(traces.items()):
         weight = active.weights[t]
         factor = weight / trace if normalized else weight
-        relative = options.ridge * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
-        ridge = {"spectrum": weight, "absolute": options.ridge * factor, "relative": relative}
-        ridges.append(ridge[options.epsilon_scale])
+        relative = epsilon * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
+        ridge = {"spectrum": weight, "absolute": epsilon * factor, "relative": relative}
+        ridges.append(ridge[kind])
         own = measured.covariance(active.positions[t])
         if own is not None:
             found[place] = own, measured.mix * factor * trace / own.trace
@@ -317,7 +309,7 @@ def _regression(
         experts=tuple(traces),
         scales=scales,
         ridges=ridges,
-        spectral=options.ridge if options.epsilon_scale == "spectrum" else None,
+        spectral=epsilon if kind == "spectrum" else None,
         measured=found,
         centred=ace is not None,
         prior=prior,
@@ -325,9 +317,7 @@ def _regression(
     )
 
 
-def merge_table(
-    base: Tensor, active: ActiveExperts, options: RelativeOptions
-) -> tuple[Tensor, MatrixRecord]:
+def merge_table(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tensor, MatrixRecord]:
     """Merge a table of looked-up rows, (n, d), such as embeddings, that at least two changed.
 
     X[v] = Σ_t w_t c_tv Δ_t[v] / Σ_t w_t c_tv with c_tv = ‖Δ_t[v]‖² / τ_t + ε/n.
@@ -340,12 +330,10 @@ def merge_table(
         stack = form_stack(base[rows], [expert[rows] for expert in active.experts], active.dtype)
         # in float64: squares of a far weaker expert's entries leave the range of float32
         counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
-        counts = counts.add_(options.ridge / len(base)).mul_(weights)
-        total = counts.sum(dim=0)
-        counts.div_(torch.where(total > 0, total, 1.0))  # with ε = 0, rows that nobody has moved
-        counts.mul_(coefficients * options.scale)
+        counts = counts.add_(RIDGE / len(base)).mul_(weights)
+        counts.div_(counts.sum(dim=0)).mul_(coefficients * scale)
         merged[rows] += stack.mul_(counts[:, :, None]).sum(dim=0)
-    return merged, active.record("ace_relative")
+    return merged, active.record("ace_plus")
 
 
 def split_tensor(

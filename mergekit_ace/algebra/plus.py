@@ -32,13 +32,12 @@ FLATTENING_RIDGE = 0.005
 ORTHOGONAL_SHARE = 0.28
 
 
-def flatten_spectrum(whole: Tensor, part: Tensor, unlikeness: Tensor) -> Tensor:
+def flatten_spectrum(whole: Tensor, part: Tensor, unlikeness: Tensor, turned: bool) -> Tensor:
     """Return what takes the place of X, (o, i), or of a part of it: what parts give adds up.
 
     Of X it is X / ‖X‖ + 0.7 α F / ‖F‖ in the size of X, with F = X (XᵀX + c I)⁻¹ and α, how unlike
-    experts are.
+    experts are. `turned` puts (XXᵀ + c I)⁻¹ on the other side, which of a part is not the same.
     """
-    turned = whole.shape[0] < whole.shape[1]  # the smaller side has the smaller square
     size = _nonzero(torch.linalg.vector_norm(whole))
     unit = (whole.mT if turned else whole) / size
     square = product(unit.mT, unit)

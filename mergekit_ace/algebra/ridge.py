@@ -120,6 +120,7 @@ class Regression:
     rank: int = 0  # k of the refinement, 0 without
     refinement: float = 1.0  # its coefficient
     sizes: Sequence[float] = ()  # τ_t, where the spectrum of X is flattened, as of `ace_plus`
+    turned: bool = False  # whether by XXᵀ, which is smaller than XᵀX, of the matrix, not of a core
 
     def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
         """Return ε̄ and the trace of S, or K, which has its trace and its norm."""
@@ -242,7 +243,7 @@ def _closed_form(
     if problem.sizes:
         stacks = map(vectors.block, vectors.blocks)
         unlikeness = measure_unlikeness(stacks, problem.sizes, problem.shares())
-        merged = flatten_spectrum(whole, merged, unlikeness)
+        merged = flatten_spectrum(whole, merged, unlikeness, problem.turned)
     return merged, numbers
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
-RelativeLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
+TableLayout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean", "table"]
 StoredKind = Literal["transposed", "table", "head", "kernel"]  # what architectures tell of weights
 Side = Literal["inputs", "outputs"]  # of a weight
 Statistic = Literal["auto", "gamma", "log_variance"]
@@ -305,7 +305,7 @@ def add_task_vectors(
 
 
 def resolve_layout(
-    layout: RelativeLayout, name: str | None, ndim: int, kind: StoredKind | None = None
+    layout: TableLayout, name: str | None, ndim: int, kind: StoredKind | None = None
 ) -> FixedLayout:
     """Return the layout that a tensor of `ndim` axes gets; ``mean`` where the chosen one is unfit.
 

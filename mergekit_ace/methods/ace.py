@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ace import RIDGE, AceOptions, PlusOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.ridge import LARGEST_STACK
-from mergekit_ace.algebra.task_vectors import RelativeLayout, TensorRecord, other_side
+from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord, other_side
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
@@ -36,7 +36,6 @@ class RidgeMethod(TaskVectorMethod):
     """A method that solves a ridge regression per matrix, of any number of experts."""
 
     options_class: ClassVar[type[PlusOptions]]
-    ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     whole = True
     products = 2.0  # the system and the numerator
 
@@ -76,7 +75,7 @@ class RidgeMethod(TaskVectorMethod):
         spectral = parameters.get("epsilon_scale", "spectrum") == "spectrum"
         if self.leaves_span(parameters) or not spectral or record.shape[-1:] < (SMALLEST,):
             return  # measured covariances are no guess
-        epsilon = parameters.get("epsilon") or RelativeOptions().ridge
+        epsilon = parameters.get("epsilon") or RIDGE
         # tr(S)² / (i ‖S‖²), 1 of the identity: the ridge is ε over it
         if any(m.ridge and epsilon > WHITENED * m.ridge for m in record.matrices):
             notice(
@@ -152,45 +151,29 @@ class AceMerge(RidgeMethod):
     )
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     options_class = AceOptions
+    ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
     products = 5.0  # with the refinement
 
 
-class RelativeAceMerge(RidgeMethod):
-    """ACE's ridge regression with covariances of trace 1 and nothing else; ours."""
+class PlusAceMerge(RidgeMethod):
+    """ACE's regression with covariances of trace 1 and a flatter spectrum; ours."""
 
     table_layout = replace(
         LAYOUT,
-        value_type=RelativeLayout,
+        value_type=TableLayout,
         description=f"{LAYOUT.description} table merges rows that are looked up, as of embeddings.",
     )
-    spec = method_spec(
-        "ace_relative",
-        "ACE-Merging with relative covariances",
-        "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(RelativeOptions), SIDE, table_layout, *INPUTS),
-    )
-    summary = (
-        "Solves the ridge regression of ACE-Merging with all covariances brought to trace 1, and "
-        "merges embeddings row by row unless they are also the head; ours, not the paper's."
-    )
-    options_class = RelativeOptions
-
-
-class PlusAceMerge(RidgeMethod):
-    """`ace_relative` with a flatter spectrum, and TSV-Merge's sum in embeddings; ours."""
-
     spec = method_spec(
         "ace_plus",
         "ACE-Merging with a flatter spectrum",
         "https://arxiv.org/abs/2603.02945",
-        (WEIGHT, *option_parameters(PlusOptions), SIDE, RelativeAceMerge.table_layout, *INPUTS),
+        (WEIGHT, *option_parameters(PlusOptions), SIDE, table_layout, *INPUTS),
     )
     summary = (
-        "Solves the regression of `ace_relative`, and strengthens the directions that are weak in "
-        "its result where experts are unlike; ours, not the paper's."
+        "Solves the regression of `ace` with all covariances brought to trace 1, and strengthens "
+        "directions that are weak in its result where experts are unlike; ours, not the paper's."
     )
     options_class = PlusOptions
-    ill_conditioned = ""
     also_cites = ("2412.00081",)
     products = 3.0  # the system, the numerator and what flattens the spectrum
 

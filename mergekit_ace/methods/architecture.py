@@ -41,8 +41,8 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
-    RelativeLayout,
     StoredKind,
+    TableLayout,
     resolve_layout,
 )
 from mergekit_ace.files.checkpoints import names_of, read_file_header
@@ -68,7 +68,7 @@ def is_table(model: Hashable, tensor_name: str | None) -> bool:
 
 
 def stored_layout(
-    chosen: RelativeLayout,
+    chosen: TableLayout,
     model: Hashable,
     tensor_name: str | None,
     ndim: int,

@@ -36,15 +36,14 @@ from mergekit_ace.naming import ConfigError, FileError, listed, relative_depths
 
 FORMAT = {"format": "mergekit-ace coefficients", "version": "2"}
 Granularity = Literal["tensor", "kind", "block", "task"]
-Basis = Literal["task_vector", "ace", "ace_relative", "ace_plus"]
+Basis = Literal["task_vector", "ace", "ace_plus"]
 
 
 class Contents(BaseModel):
     """Contents of the file beside tensors.
 
     Its `basis` is what is combined: task vectors (by `statsmerging`), or the components of the
-    experts in a merge by `ace`, whose refinement is one more row, by `ace_relative` or
-    by `ace_plus`.
+    experts in a merge by `ace`, whose refinement is one more row, or by `ace_plus`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -145,7 +144,7 @@ METHODS_OF_BASES = {"task_vector": "statsmerging"}
 
 
 def component_coefficients(method: str, options: BaseModel, tensor: TensorSettings) -> list[float]:
-    """Look up the coefficients of a merge by components, by `ace` or `ace_relative`.
+    """Look up the coefficients of a merge by components.
 
     A `ConfigError` says if the file was learned for another merge or other options.
     """

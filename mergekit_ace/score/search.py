@@ -75,7 +75,7 @@ class _Search:
         self.parts = {"few": few, "validation": slice(0, None, 2), "test": slice(1, None, 2)}
         plain = [name for name, merge in self.merges.items() if not merge.experts]
         if config.search.weight is not None and plain:
-            said = "weights can be searched of ace, its variants and task_arithmetic, not of"
+            said = "weights can be searched of ace, ace_plus and task_arithmetic, not of"
             if len(plain) == len(self.merges):
                 raise ConfigError(f"{said} {plain[0]}; leave out `weight` and `by: expert`")
             print(f"{said} {', '.join(plain)}, of which only λ is")

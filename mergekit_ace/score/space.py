@@ -77,7 +77,7 @@ class SearchedMerge:
         if mistake:
             raise ConfigError(f"{path}: {mistake}")
         self._labels = [f"weight.{one}" for one in short_names(self.experts)]
-        # Of ace and its variants, whose experts have coefficients in a file.
+        # Of ace and ace_plus, whose experts have coefficients in a file.
         self._has_components = bool(self.experts) and self.method in COMPONENTS
 
     def make(self, out: Path, *, quiet: bool) -> None:

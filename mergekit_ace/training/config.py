@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergekit_ace.algebra.ace import AceOptions, PlusOptions, RelativeOptions
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions
 from mergekit_ace.algebra.learner import LearnerConfig
 from mergekit_ace.algebra.task_vectors import Count, Fraction, Integer, NonNegative, Positive
 from mergekit_ace.methods.coefficients import Basis, Granularity
@@ -128,7 +128,6 @@ class TrainConfig(Strict):
     rehearsal: DataConfig | None = None
     basis: Basis = "task_vector"
     ace: AceOptions = AceOptions()
-    ace_relative: RelativeOptions = RelativeOptions()
     ace_plus: PlusOptions = PlusOptions()
     granularity: Granularity = "tensor"
     learner: LearnerConfig = LearnerConfig()

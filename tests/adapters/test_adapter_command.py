@@ -174,7 +174,7 @@ def test_nothing_is_replaced_unasked(own, tmp_path):
     (out / "notes.txt").write_text("mine")
     before = {path: path.read_bytes() for path in out.iterdir()}
     edit_tensors(own[2], spoil)  # found on the way: the old one stays whole
-    said = run(config_of(own, "ace_relative"), tmp_path, "--overwrite", fails=True)
+    said = run(config_of(own, "ace_plus"), tmp_path, "--overwrite", fails=True)
     assert f"{own[2]}/adapter_model.safetensors holds NaN" in said
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     for read in own[:2]:

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_ace.adapters import command as adapter_command
 from mergekit_ace.adapters import merge as adapter_merge
-from mergekit_ace.algebra.ace import RelativeOptions
+from mergekit_ace.algebra.ace import PlusOptions
 from mergekit_ace.naming import FileError
 from mergekit_ace.report.summary import read_records
 from mergekit_ace.training.models import local_folder
@@ -81,7 +81,10 @@ def compare(mergekit_yaml, cached, tmp_path) -> Callable[..., None]:
         full = mergekit_yaml(theirs or config, *cached, out="theirs")
         expected, origin = load(full).state_dict(), load(base).state_dict()
         for kind in kinds or ("merge", "adapter"):
-            compare_changes(merged(kind, config, base, tmp_path / kind), expected, origin)
+            got = merged(kind, config, base, tmp_path / kind)
+            # `ace_plus` strengthens rounding of full models, as all directions that are weak
+            bar = 5e-4 if config["merge_method"] == "ace_plus" else 5e-5
+            compare_changes(got, expected, origin, bar)
 
     return all_ways
 
@@ -92,7 +95,7 @@ METHODS = [  # with parameters, and weights of the experts
     ("ace", {"epsilon": 1e-2, "lambda": [{"filter": "q_proj", "value": 0.3}, {"value": 1.5}]}, []),
     ("ace", {"layout": [{"filter": "up_proj", "value": "transposed"}, {"value": "auto"}]}, []),
     ("ace", {"layout": [{"filter": "q_proj", "value": "mean"}, {"value": "auto"}]}, []),
-    ("ace_relative", {}, []),
+    ("ace_plus", {}, []),
     ("lines", {}, []),
     ("cart", {"rank_fraction": 0.1}, []),
     ("wudi", {"solver": "exact"}, []),
@@ -117,7 +120,7 @@ def test_the_same_config_gives_the_same_weights(family, compare, method, paramet
 
 
 @pytest.mark.parametrize(
-    ("case", "method"), [*((case, "ace_relative") for case in CASES), ("table", "ace")]
+    ("case", "method"), [*((case, "ace_plus") for case in CASES), ("table", "ace")]
 )
 def test_every_kind_is_merged_as_full_models(compare, tmp_path, case, method):
     """What adapters have by their layers, `side: auto`, has to be said of full models."""
@@ -134,10 +137,10 @@ def test_every_kind_is_merged_as_full_models(compare, tmp_path, case, method):
 
 def test_coefficients(family, compare, tmp_path):
     names, models = list(load(family[0]).state_dict()), [f"{family[0]}+{p}" for p in family[1:]]
-    parameters = RelativeOptions().model_dump(mode="json")
+    parameters = PlusOptions().model_dump(mode="json")
     path = str(tmp_path / "coefficients.safetensors")
-    make_file(names, models, basis="ace_relative", parameters=parameters).save(path)
-    compare(config_of(family, "ace_relative", coefficients=path), family[0])
+    make_file(names, models, basis="ace_plus", parameters=parameters).save(path)
+    compare(config_of(family, "ace_plus", coefficients=path), family[0])
 
 
 def test_a_merged_adapter_merges_again_beside_the_base(family, compare, tmp_path):
@@ -167,7 +170,7 @@ def test_experts_that_the_base_stores_one_by_one(tmp_path):
     base = mixtral()
     base.load_state_dict(load_file(Path(paths[0], "model.safetensors")))
     base.save_pretrained(paths[0])
-    said = run("merge", config_of(paths, "ace_relative"), tmp_path / "ours", fails=True)
+    said = run("merge", config_of(paths, "ace_plus"), tmp_path / "ours", fails=True)
     assert "mlp.experts.gate_up_proj" in said
     assert "merge_and_unload" in said
 

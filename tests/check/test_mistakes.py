@@ -96,7 +96,7 @@ ERRORS = [
     # The method and the models.
     ("merge_method: acee", "there is no method 'acee' → did you mean 'ace'?"),
     ("merge_method: ACE-Merging", "did you mean 'ace'?"),
-    ("merge_method: xyzzy", "there are: ace, ace_plus, ace_relative"),
+    ("merge_method: xyzzy", "there are: ace, ace_plus,"),
     ("{merge_method: ~, merge_methods: ace}", "there is no `merge_method:`"),
     ("base_model: ~", "Add to the config a line\n    base_model:"),
     ("models: [model: ./base]", "no expert besides the base"),

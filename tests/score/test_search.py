@@ -178,7 +178,7 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
     ("method", "parts"),
     [
         ("ace", ["kind"]),
-        ("ace_relative", ["depth"]),
+        ("ace", ["depth"]),
         ("ace_plus", ["depth", "kind"]),
         ("task_arithmetic", ["depth", "kind"]),
         ("tsv_m", ["depth"]),

@@ -267,10 +267,10 @@ def weights(folder: str | Path, family) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("family", "basis", "parameters"),
     [
-        (families.llama, "ace_relative", {"epsilon": 0.1}),
+        (families.llama, "ace_plus", {"compute_dtype": "float64"}),
         (families.gpt2, "ace", {}),
         (families.gpt2, "ace_plus", {}),
-        (families.bert, "ace_relative", {}),
+        (families.bert, "ace_plus", {}),
         (families.vit, "ace", REFINED),
         (families.mixtral, "ace", REFINED),
         (families.mixtral, "task_vector", {}),
@@ -309,7 +309,7 @@ def test_the_method_merges_what_was_trained(tmp_path, mergekit_yaml, family, bas
 
 def test_a_report_has_what_was_learned(llama, tmp_path, mergekit_yaml):
     """A tensor that training left out stays the base's."""
-    config = {**with_basis(llama, "ace_relative"), "exclude": ["embed_tokens"]}
+    config = {**with_basis(llama, "ace_plus"), "exclude": ["embed_tokens"]}
     file = families.train(config, tmp_path / "out", max_steps=1)
     merge, report = families.merge_of(tmp_path / "out"), tmp_path / "report.jsonl"
     merge["parameters"]["report"] = str(report)
@@ -338,28 +338,28 @@ def test_training_starts_at_the_merge(llama, tmp_path, mergekit_yaml):
 
 
 @pytest.fixture(scope="module")
-def relative(llama, tmp_path_factory) -> dict:
-    """The `merge.yml` of a training over components of `ace_relative`."""
-    out = tmp_path_factory.mktemp("relative") / "out"
-    families.train(with_basis(llama, "ace_relative"), out, max_steps=1)
+def trained(llama, tmp_path_factory) -> dict:
+    """The `merge.yml` of a training over components of `ace_plus`."""
+    out = tmp_path_factory.mktemp("trained") / "out"
+    families.train(with_basis(llama, "ace_plus"), out, max_steps=1)
     return families.merge_of(out)
 
 
 @pytest.mark.parametrize(
     ("method", "parameters", "count", "message"),
     [
-        ("statsmerging", {}, 2, "learned for components of ace_relative"),
-        ("ace", {}, 2, "write merge_method: ace_relative"),
-        ("ace_relative", {"epsilon": 0.5}, 2, "epsilon: 0.5 instead of None"),
-        ("ace_relative", {"layout": "matrix"}, 2, "layout: matrix instead of auto"),
-        ("ace_relative", {}, 1, "learned for 2 experts together, and there are 1"),
+        ("statsmerging", {}, 2, "learned for components of ace_plus"),
+        ("ace", {}, 2, "write merge_method: ace_plus"),
+        ("ace_plus", {"compute_dtype": "float64"}, 2, "float64 instead of float32"),
+        ("ace_plus", {"layout": "matrix"}, 2, "layout: matrix instead of auto"),
+        ("ace_plus", {}, 1, "learned for 2 experts together, and there are 1"),
     ],
 )
 def test_another_merge_is_refused(
-    relative, mergekit_yaml, tmp_path, method, parameters, count, message
+    trained, mergekit_yaml, tmp_path, method, parameters, count, message
 ):
-    merge = copy.deepcopy(relative) | {"merge_method": method}
-    known = merge["parameters"] if method == "ace_relative" else {}
+    merge = copy.deepcopy(trained) | {"merge_method": method}
+    known = merge["parameters"] if method == "ace_plus" else {}
     given = {"coefficients": merge["parameters"]["coefficients"]}
     merge |= {"parameters": known | given | parameters, "models": merge["models"][:count]}
     with pytest.raises(ConfigError, match=message):
@@ -368,9 +368,9 @@ def test_another_merge_is_refused(
 
 
 @pytest.mark.parametrize(("weights", "count"), [((2.0, 2.0), 0), ((1.0, 0.5), 1)])
-def test_a_check_mentions_weights_that_were_not_trained(relative, tmp_path, weights, count):
+def test_a_check_mentions_weights_that_were_not_trained(trained, tmp_path, weights, count):
     """Only their ratio matters."""
-    config = copy.deepcopy(relative)
+    config = copy.deepcopy(trained)
     for expert, weight in zip(config["models"], weights, strict=True):
         expert["parameters"]["weight"] = weight
     said = run_config("check", config, tmp_path / "changed", quiet=False)

@@ -36,7 +36,7 @@ def images(tmp_path_factory) -> tuple[dict, dict]:
 def uninterrupted(tmp_path_factory) -> tuple[dict, Path, CoefficientFile]:
     """A training over components, its folder, and what came out."""
     folder = tmp_path_factory.mktemp("whole")
-    config = families.llama(folder, basis="ace_relative")
+    config = families.llama(folder, basis="ace_plus")
     config["training"] |= {"checkpoint_every": 3, "epochs": 2}
     return config, folder / "out", families.train(config, folder / "out")
 

@@ -1,33 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_relative` and `ace_plus` against their naive float64 transcriptions."""
+"""`ace_plus` against its naive float64 transcription."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from checkpoints import ace_config, check_merge, save_family
 from covering import covered
 from matrices import HETEROGENEOUS, deltas_of, family
-from mergekit.merge_methods import merge_tensors
-from naive_peers import naive_tsv_m
-from reference import (
-    RELATIVE,
-    naive_flattened,
-    naive_plus,
-    naive_relative,
-    naive_table,
-    task_vector_error,
-)
+from reference import naive_flattened, naive_plus, task_vector_error
 from tiny_models import tiny_model
 
-from mergekit_ace.algebra.ace import PlusOptions, RelativeOptions, merge_tensor
+from mergekit_ace.algebra.ace import PlusOptions, merge_tensor
 
 WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
 OWN = [1.7, 0.0, -0.6]
-
-
-def relative(base, experts, weights=None, layout="auto", own=None, **options):
-    return merge_tensor(base, experts, weights, RelativeOptions(**options), layout, own)
 
 
 def plus(base, experts, layout="matrix", dtype="float64"):
@@ -35,40 +24,19 @@ def plus(base, experts, layout="matrix", dtype="float64"):
 
 
 @covered(
-    shape=[(20, 90), (50, 60), (120, 24), (32, 32), (12, 60)],
-    method=[
-        (naive_relative, RelativeOptions, {}),
-        (naive_relative, RelativeOptions, {"epsilon": 1.0}),
-        (naive_relative, RelativeOptions, {"epsilon": 1e-4, "epsilon_scale": "relative"}),
-        (naive_plus, PlusOptions, {}),
-    ],
+    shape=[(20, 90), (50, 60), (120, 24), (32, 32), (12, 60), (90, 10), (10, 90)],
     weights=WEIGHTS,
     scales=[None, HETEROGENEOUS],
     coefficients=[None, OWN],
 )
-def test_matrices(rng, shape, method, weights, scales, coefficients):
-    naive, kind, options = method
+def test_matrices(rng, shape, weights, scales, coefficients):
     base, experts = family(rng, *shape, 3, scales=scales, noise=0.3)
-    expected = naive(base, experts, weights, lambda_=0.8, coefficients=coefficients, **options)
+    expected = naive_plus(base, experts, weights, lambda_=0.8, coefficients=coefficients)
     for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
-        given = kind(scale=0.8, compute_dtype=dtype, **options)
+        given = PlusOptions(scale=0.8, compute_dtype=dtype)
         merged, record = merge_tensor(base, experts, weights, given, "matrix", coefficients)
-        rule = "ace_plus" if kind is PlusOptions else "ace_relative"
-        assert record.matrices[0].rule == rule
+        assert record.matrices[0].rule == "ace_plus"
         assert task_vector_error(merged, expected, base) <= bar
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout"), [((50, 12), "table"), ((90, 10), "matrix"), ((10, 90), "matrix")]
-)
-def test_tables_and_long_matrices_add_the_orthogonal_sum(rng, shape, layout):
-    base, experts = family(rng, *shape, 3, noise=0.3)
-    regression = (naive_table if layout == "table" else naive_relative)(base, experts)
-    orthogonal = naive_tsv_m(deltas_of(base, experts))
-    total = 0.72 * (regression - base.double()) + 0.28 * orthogonal
-    for dtype, bar in (("float64", 1e-9), ("float32", 2e-4)):
-        merged, _ = plus(base, experts, layout=layout, dtype=dtype)
-        assert task_vector_error(merged, base.double() + total, base) <= bar
 
 
 def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
@@ -101,28 +69,21 @@ def test_experts_that_agree_or_cancel(rng):
     assert torch.equal(merged.float(), one)
 
 
-@covered(
-    epsilon=[0.0, 1e-5, 0.03, 1.0],
-    scales=[None, HETEROGENEOUS],
-    exponent=[0, -60, 55],
-    weights=WEIGHTS,
-    own=[None, OWN],
-)
-def test_a_table_of_rows(rng, epsilon, scales, exponent, weights, own):
+@covered(scales=[None, HETEROGENEOUS], exponent=[0, -60, 55], weights=WEIGHTS, own=[None, OWN])
+def test_a_table_of_rows(rng, scales, exponent, weights, own):
     base, experts = family(rng, 30, 8, 3, scales=scales)
     experts[0][:10] = base[:10]  # rows that one expert, or all but one, left as they were
     experts[1][5:15] = base[5:15]
     base, *experts = (2.0**exponent * tensor for tensor in (base, *experts))
-    known = {"lambda_": 0.8, "epsilon": epsilon, "coefficients": own}
-    expected = naive_table(base, experts, weights, **known)
+    expected = naive_plus(base, experts, weights, lambda_=0.8, coefficients=own, table=True)
     rounding = 2**-24 * float(expected.norm() / (expected - base.double()).norm())
-    for dtype, bar in (("float64", 1e-9), ("float32", 5e-6 + rounding)):
-        given = {"scale": 0.8, "epsilon": epsilon, "layout": "table", "compute_dtype": dtype}
-        merged, record = relative(base, experts, weights, own=own, **given)
+    for dtype, bar in (("float64", 1e-9), ("float32", 2e-4 + rounding)):
+        options = PlusOptions(scale=0.8, compute_dtype=dtype)
+        merged, record = merge_tensor(base, experts, weights, options, "table", own)
         assert task_vector_error(merged, expected, base) <= bar
         assert record.layout == "table"
-    alone, _ = relative(base, [base.clone(), experts[0]], layout="table")
-    assert torch.equal(alone, experts[0])
+    alone, _ = plus(base, [base.clone(), experts[0]], layout="table")
+    assert torch.equal(alone.float(), experts[0])
 
 
 @pytest.mark.parametrize("weak", [1e-20, 1e-36])
@@ -130,19 +91,11 @@ def test_a_table_with_an_expert_far_weaker_than_another(rng, weak):
     base = torch.zeros(30, 8)
     strong, other = torch.randn(2, 30, 8, generator=rng)
     strong[:10] = 0
-    expected = naive_table(base, [strong, weak * other])
-    merged, _ = relative(base, [strong, weak * other], layout="table")
+    expected = naive_plus(base, [strong, weak * other], table=True)
+    merged, _ = plus(base, [strong, weak * other], "table", "float32")
     assert merged.isfinite().all()
     for rows in (slice(0, 10), slice(10, 30)):
         assert task_vector_error(merged[rows], expected[rows], base[rows]) <= 1e-5, rows
-
-
-@pytest.mark.parametrize("method", ["ace", "ace_relative"])
-def test_an_epsilon_of_zero_says_what_to_do(rng, method):
-    tensors = [torch.zeros(3, 9), *torch.randn(2, 3, 9, generator=rng)]
-    given = {"base_index": 0, "parameters": {"epsilon": 0}, "name": "w"}
-    with pytest.raises(ValueError, match=rf"{method}: tensor w cannot.*Raise `epsilon`"):
-        merge_tensors(tensors, method, **given)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +108,9 @@ def test_an_epsilon_of_zero_says_what_to_do(rng, method):
 def test_a_checkpoint_through_mergekit_yaml(tmp_path, mergekit_yaml, name, model_type, table):
     model = tiny_model(name, model_type, layers=1)
     paths = save_family(model, tmp_path, experts=3, scales=[0.002, 0.02, 0.1])
-    config = ace_config(paths, merge_method="ace_relative", parameters={"epsilon": "3e-2"})
+    config = ace_config(paths, merge_method="ace_plus", parameters={"lambda": "8e-1"})
 
     def options_of(tensor: str) -> dict:
-        return {**RELATIVE, "epsilon": 3e-2, **({"layout": "table"} if tensor == table else {})}
+        return {"lambda_": 0.8, "naive": partial(naive_plus, table=tensor == table)}
 
     check_merge(type(model), paths, mergekit_yaml(config), 1e-4, options_of)
