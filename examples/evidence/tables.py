@@ -19,7 +19,7 @@ MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOT
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 LANGUAGE = ("smollm-control, 40 steps", "smollm, 40 steps, GPU", "smollm, 160 steps, GPU",
             "smollm-muon, 40 steps, GPU", "smollm-sparse, 40 steps, GPU",
-            "smollm-lora, 40 steps, GPU")  # fmt: skip
+            "smollm-lora, 40 steps")  # fmt: skip
 ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40", "smollm-lora, 40",
            "smollm-lora-fast, 40")  # fmt: skip
 HEADLINE = "smollm, 40 steps"
@@ -76,15 +76,22 @@ def family_table(methods: dict[str, list[Result]]) -> str:
 
 
 def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]) -> str:
-    """Return what each method keeps of some families at the budget."""
+    """Return what each method keeps of some families at the budget, by its share of the best."""
     names = [name for name in wanted if name in families]
     methods = list(dict.fromkeys(method for name in names for method in families[name]))
+    columns = [
+        {
+            method: pool([one["at_budget"] for one in seeds])
+            for method, seeds in families[name].items()
+        }
+        for name in names
+    ]
     rows = []
     for method in methods:
-        cells = [families[name].get(method) for name in names]
-        figures = [pool([one["at_budget"] for one in cell]) if cell else None for cell in cells]
-        shown = [f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in figures]
-        rows.append((mean(f[0] for f in figures if f), [f"`{method}`", *shown]))
+        shares = [own[method][0] / max(own.values())[0] for own in columns if method in own]
+        cells = (own.get(method) for own in columns)
+        shown = (f"{f[0]:.3f}({1000 * f[1]:.0f})" if f else "–" for f in cells)
+        rows.append((mean(shares), [f"`{method}`", *shown]))
     titles = [name.removeprefix("smollm-").partition(" steps")[0] for name in names]
     return table(["method", *titles], [row for _, row in sorted(rows, reverse=True)])
 
