@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace.algebra.ace import PlusOptions
 from mergekit_ace.algebra.ridge import TOLERANCE
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits
 from mergekit_ace.plugin import our_methods
@@ -177,18 +178,12 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]
 LARGE = pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
-SWITCHES = pytest.mark.parametrize(
-    "switches",
-    [
-        {"adaptive_normalization": switch, "spectral_refinement": switch}
-        for switch in ("never", "always")
-    ],
-)
+REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 
 
 @REAL
 @pytest.mark.usefixtures("settings_put_back")
-@SWITCHES
+@pytest.mark.parametrize("switches", [dict.fromkeys(REFINED, "never"), REFINED])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @LARGE
 def test_float32_is_enough_also_where_the_caller_allows_tf32(shape, stored, switches):
@@ -204,8 +199,7 @@ def test_float32_is_enough_also_where_the_caller_allows_tf32(shape, stored, swit
     assert task_vector_error(merged, exact, base) <= TOLERANCE / 4
     with torch.device("cuda"):
         expected = naive_ace(base, experts, **switches)
-    refined = switches["spectral_refinement"] == "always"
-    bar = 5e-3 if refined else 2 * TOLERANCE  # directions at the cut are exchanged
+    bar = 5e-3 if switches is REFINED else 2 * TOLERANCE  # directions at the cut are exchanged
     assert task_vector_error(merged, expected, base) <= bar
 
 
@@ -219,16 +213,17 @@ def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
     torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
 
 
-@SWITCHES
+@pytest.mark.parametrize(
+    ("options", "more"), [(AceOptions(), 0), (AceOptions(**REFINED), 45), (PlusOptions(), 25)]
+)
 @pytest.mark.parametrize("count", [3, 8])
-@pytest.mark.parametrize("shape", [(48, 400), (90, 80), (200, 60), (60, 150)])
-def test_commands_that_a_merge_takes(monkeypatch, shape, count, switches):
-    """Twelve an expert, forty beside, and as many for a refinement; the CPU waits twice."""
+@pytest.mark.parametrize("shape", [(48, 380), (90, 80), (200, 60), (60, 150)])
+def test_commands_that_a_merge_takes(monkeypatch, shape, count, options, more):
+    """Twelve an expert, forty beside, and more to refine or flatten; the CPU waits twice."""
     base, experts = family(torch.Generator().manual_seed(2), *shape, count, scales=[1.0] * count)
     with imitated_gpu(monkeypatch) as device:
         given = [tensor.to(GPU) for tensor in (base, *experts)]
         device.commands = device.waits = 0
-        merge_matrix(given[0], given[1:], options=AceOptions(**switches))
-        refined = switches["spectral_refinement"] == "always"
-        assert device.commands <= 12 * count + 40 + 45 * refined
+        merge_matrix(given[0], given[1:], options=options)
+        assert device.commands <= 12 * count + 40 + more
         assert device.waits <= 2
