@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -179,10 +179,9 @@ def merge_tensor(
         select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
     )
     fixed = resolve_layout(layout, None, base.ndim)
-    known: dict[str, Any] = {"options": options, "layout": fixed, "measured": measured}
-    formula = partial(_merge_plus, **known)
+    formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)
     if isinstance(options, AceOptions):
-        formula = partial(_merge_ace, **known, refinement=given[-1])
+        formula = partial(_merge_ace, options=options, refinement=given[-1], measured=measured)
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
@@ -233,9 +232,8 @@ def _merge_ace(
     base: Tensor,
     active: ActiveExperts,
     options: AceOptions,
-    layout: FixedLayout,
-    measured: MeasuredInputs,
     refinement: float,
+    measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     gamma, variance = measure_heterogeneity(active.tau)
