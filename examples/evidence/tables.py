@@ -19,9 +19,8 @@ MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOT
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 LANGUAGE = ("smollm-control, 40 steps", "smollm, 40 steps, GPU", "smollm, 160 steps, GPU",
             "smollm-muon, 40 steps, GPU", "smollm-sparse, 40 steps, GPU",
-            "smollm-lora, 40 steps")  # fmt: skip
-ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40", "smollm-lora, 40",
-           "smollm-lora-fast, 40")  # fmt: skip
+            "smollm-lora, 40 steps", "smollm-lora-fast, 40 steps")  # fmt: skip
+ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40")
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace_plus": "tab:purple", "ace": "tab:red", "tsv_m": "tab:blue", "iso_c": "tab:green",
          "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
