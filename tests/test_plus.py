@@ -10,10 +10,11 @@ import torch
 from checkpoints import ace_config, check_merge, save_family
 from covering import covered
 from matrices import HETEROGENEOUS, deltas_of, family
-from reference import naive_flattened, naive_plus, task_vector_error
+from reference import naive_flattened, naive_plus, naive_table, task_vector_error
 from tiny_models import tiny_model
 
-from mergekit_ace.algebra.ace import PlusOptions, merge_tensor
+from mergekit_ace.algebra.ace import PlusOptions, merge_table, merge_tensor
+from mergekit_ace.algebra.task_vectors import select_active
 
 WEIGHTS = [None, [1.0, 0.2, 3.0], [0.0, 1.0, 1.0]]
 OWN = [1.7, 0.0, -0.6]
@@ -82,6 +83,11 @@ def test_a_table_of_rows(rng, scales, exponent, weights, own):
         merged, record = merge_tensor(base, experts, weights, options, "table", own)
         assert task_vector_error(merged, expected, base) <= bar
         assert record.layout == "table"
+    own, weights = own or [1.0] * 3, weights or [1.0] * 3
+    active = select_active(base, experts, weights, torch.float32, own)
+    means = base.double() + 0.8 * naive_table(base, experts, weights, own)
+    rounding = 2**-24 * float(means.norm() / (means - base.double()).norm())
+    assert task_vector_error(merge_table(base, active, 0.8)[0], means, base) <= 5e-6 + rounding
     alone, _ = plus(base, [base.clone(), experts[0]], layout="table")
     assert torch.equal(alone.float(), experts[0])
 

@@ -192,14 +192,14 @@ def _merge_plus(
     layout: FixedLayout,
     measured: MeasuredInputs,
 ) -> tuple[Tensor, MatrixRecord]:
-    """Merge one matrix that at least two experts changed by `ace_plus`: see the README."""
+    """Merge one matrix by `ace_plus`: embeddings as the sum of two merges."""
     embeddings = layout == "table" or max(active.shape) > LONGEST * min(active.shape)
     share = ORTHOGONAL_SHARE * embeddings
     scale = (1 - share) * options.scale
     if layout == "table":
         merged, record = merge_table(base, active, scale)
     else:
-        problem = _regression(base, active, options, True, measured)
+        problem = _regression(base, active, options, measured, normalized=True)
         if not embeddings:
             turned = active.shape[0] < active.shape[1]
             problem = replace(problem, sizes=active.tau, turned=turned)
@@ -245,7 +245,7 @@ def _merge_ace(
     normalized, rank = switch[options.adaptive_normalization], 0
     if switch[options.spectral_refinement]:
         rank = int(options.rank_fraction * min(active.shape))
-    problem = _regression(base, active, options, normalized, measured)
+    problem = _regression(base, active, options, measured, normalized=normalized)
     if not problem.experts:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
     return merge_by_ridge(
@@ -270,21 +270,21 @@ def _regression(
     base: Tensor,
     active: ActiveExperts,
     options: PlusOptions,
-    normalized: bool,
     measured: MeasuredInputs,
+    normalized: bool,
 ) -> Regression:
     """Return the regression of one matrix (Eqs. 8-13), of those experts that have an estimate."""
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
     ace = options if isinstance(options, AceOptions) else None
-    kind, epsilon = (ace.epsilon_scale, ace.ridge) if ace else ("spectrum", RIDGE)
+    unit, epsilon = (ace.epsilon_scale, ace.ridge) if ace else ("spectrum", RIDGE)
     traces = dict(enumerate(active.traces if ace else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
         if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
             delta = task_vector(expert, base, torch.float64)
             traces[t] = float((delta - delta.mean(dim=0)).square().sum())
-    if normalized or kind == "relative":  # 0 is no divisor (departure)
+    if normalized or unit == "relative":  # 0 is no divisor (departure)
         traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     if not any(traces.values()):
         traces = {}
@@ -294,7 +294,7 @@ def _regression(
         factor = weight / trace if normalized else weight
         relative = epsilon * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
         ridge = {"spectrum": weight, "absolute": epsilon * factor, "relative": relative}
-        ridges.append(ridge[kind])
+        ridges.append(ridge[unit])
         own = measured.covariance(active.positions[t])
         if own is not None:
             found[place] = own, measured.mix * factor * trace / own.trace
@@ -307,7 +307,7 @@ def _regression(
         experts=tuple(traces),
         scales=scales,
         ridges=ridges,
-        spectral=epsilon if kind == "spectrum" else None,
+        spectral=epsilon if unit == "spectrum" else None,
         measured=found,
         centred=ace is not None,
         prior=prior,

@@ -120,7 +120,8 @@ def test_the_same_config_gives_the_same_weights(family, compare, method, paramet
 
 
 @pytest.mark.parametrize(
-    ("case", "method"), [*((case, "ace_plus") for case in CASES), ("table", "ace")]
+    ("case", "method"),
+    [*((case, "ace") for case in CASES), *((case, "ace_plus") for case in ("linear", "table"))],
 )
 def test_every_kind_is_merged_as_full_models(compare, tmp_path, case, method):
     """What adapters have by their layers, `side: auto`, has to be said of full models."""
