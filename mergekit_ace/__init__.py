@@ -14,9 +14,9 @@ __all__ = [
     "AceOptions",
     "IllConditionedError",
     "MatrixRecord",
+    "PlusOptions",
     "TensorRecord",
     "__version__",
-    "merge_matrix",
     "merge_tensor",
     "register",
 ]
@@ -25,15 +25,15 @@ _HOMES = {
     "AceOptions": "algebra.ace",
     "IllConditionedError": "algebra.task_vectors",
     "MatrixRecord": "algebra.task_vectors",
+    "PlusOptions": "algebra.ace",
     "TensorRecord": "algebra.task_vectors",
-    "merge_matrix": "algebra.ace",
     "merge_tensor": "algebra.ace",
     "register": "plugin",
 }
 
 TYPE_CHECKING = False  # without the import of typing, which costs every Python process time
 if TYPE_CHECKING:
-    from mergekit_ace.algebra.ace import AceOptions, merge_matrix, merge_tensor
+    from mergekit_ace.algebra.ace import AceOptions, PlusOptions, merge_tensor
     from mergekit_ace.algebra.task_vectors import IllConditionedError, MatrixRecord, TensorRecord
     from mergekit_ace.plugin import register
 

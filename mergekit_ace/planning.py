@@ -157,17 +157,14 @@ def plan_merge(
     config: MergeConfig,
     options: MergeOptions,
     checkpoints: Checkpoints | None = None,
-    *,
-    as_run: bool = False,
 ) -> PlannedMerge:
-    """Plan what `mergekit-yaml` would do, from configs and headers.
+    """Plan what `mergekit-yaml` would do, in its order, from configs and headers.
 
     The models are those that mergekit's loaders have; it opens others, and merges their adapters.
 
     Args:
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
             the rest; and without which mergekit leaves out what it has to convert in some layers.
-        as_run: order tensors as mergekit would merge them, not as the architecture has them.
     """
     LoaderCache().setup(options)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
@@ -190,7 +187,7 @@ def plan_merge(
                 depths.append(f"{model} has {getattr(settings, 'num_hidden_layers', 'some')}")
             remedy = f": {', '.join(depths)} by config.json; remove the one that differs"
         raise RuntimeError(text + remedy) from error
-    order = [handle.task() for handle in Executor(targets).schedule.tasks] if as_run else targets
+    order = [handle.task() for handle in Executor(targets).schedule.tasks]
     saves = [task for task in order if isinstance(task, SaveTensor)]
     return PlannedMerge(
         config,
@@ -453,7 +450,7 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
     """Return what a merge takes, from the shapes of its tensors."""
     config, on_device = plan.config, plan.options.device not in (None, "cpu")
     operations, read, written = 0.0, 0, 0
-    most = most_on_device = 0  # bytes of one tensor
+    most = most_on_device = shard = 0  # bytes; a shard is held until the next tensor would fill it
     for tensor in plan.tensors:
         headers = tensor.headers(checkpoints)
         header = headers.get(tensor.base) if tensor.base else next(iter(headers.values()), None)
@@ -471,10 +468,12 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
         working = work.working + 4 * header.entries  # with the result in float32
-        most = max(most, inputs + output + (0 if on_device else working))
+        shard = shard if shard + output <= plan.options.out_shard_size else 0
+        most = max(most, shard + inputs + output + (0 if on_device else working))
+        shard += output
         most_on_device = max(most_on_device, inputs + working)
         operations += work.operations
         read += sum(one.bytes for one in headers.values())
         written += output
-    memory = _PROCESS + most + min(written, plan.options.out_shard_size)  # one shard is held
-    return MergeEstimate(operations, memory, most_on_device if on_device else None, read, written)
+    device = most_on_device if on_device else None
+    return MergeEstimate(operations, _PROCESS + most, device, read, written)

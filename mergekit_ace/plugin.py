@@ -22,6 +22,7 @@ METHODS = (
     "mergekit_ace.methods.peers:TsvMerge",
     "mergekit_ace.methods.peers:IsoCMerge",
     "mergekit_ace.methods.peers:IsoCtsMerge",
+    "mergekit_ace.methods.peers:ActMatMerge",
     "mergekit_ace.methods.peers:WudiMerge",
     "mergekit_ace.methods.peers:CartMerge",
     "mergekit_ace.methods.peers:ConsensusMerge",

@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mergekit_ace import MatrixRecord, merge_tensor
+from mergekit_ace.algebra.low_rank import LowRank
+
 
 def family(
     rng: torch.Generator,
@@ -28,6 +31,19 @@ def family(
         scale = scales[t] if scales else 1.0
         members.append(base + 0.01 * scale * delta)
     return base, members
+
+
+def merge_matrix(
+    base: Tensor, experts: list[Tensor], weights=None, options=None, coefficients=None, **more
+) -> tuple[Tensor, MatrixRecord]:
+    """The merge of one matrix by `ace`, or by other options, and the record of it."""
+    merged, record = merge_tensor(base, experts, weights, options, "matrix", coefficients, **more)
+    return merged, record.matrices[0]
+
+
+def dense(delta: LowRank) -> Tensor:
+    """A task vector of low rank, in the shape of the stored tensor."""
+    return (delta.left @ delta.right).reshape(delta.shape)
 
 
 def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:

@@ -66,9 +66,17 @@ def wudi_loss(x: Tensor, deltas: list[Tensor]) -> Tensor:
 
 def naive_wudi_exact(deltas: list[Tensor]) -> Tensor:
     """By least squares: rows of X solve X Δ_tᵀ/‖Δ_t‖ = Δ_tΔ_tᵀ/‖Δ_t‖ for all t at once."""
-    deltas = [d.double() for d in deltas]
-    left = torch.cat([d / d.norm() for d in deltas])
-    right = torch.cat([d @ d.T / d.norm() for d in deltas])
+    return least_squares([d.double() for d in deltas], [d.double().norm() for d in deltas])
+
+
+def naive_actmat(deltas: list[Tensor]) -> Tensor:
+    """By least squares, like WUDI with no ‖Δ_t‖."""
+    return least_squares([d.double() for d in deltas], [1.0] * len(deltas))
+
+
+def least_squares(deltas: list[Tensor], units: list) -> Tensor:
+    left = torch.cat([d / unit for d, unit in zip(deltas, units, strict=True)])
+    right = torch.cat([d @ d.T / unit for d, unit in zip(deltas, units, strict=True)])
     return torch.linalg.lstsq(left, right, driver="gelsd").solution.T
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`merge_matrix` against the naive reference, its limits and its degenerate inputs."""
+"""`merge_tensor` against the naive reference, its limits and its degenerate inputs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from matrices import HETEROGENEOUS, family
+from matrices import HETEROGENEOUS, family, merge_matrix
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_mean, task_vector_error
 
-from mergekit_ace import AceOptions, IllConditionedError, merge_matrix, merge_tensor
+from mergekit_ace import AceOptions, IllConditionedError, merge_tensor
 from mergekit_ace.algebra import linalg, ridge
 from mergekit_ace.algebra.ace import PlusOptions
 from mergekit_ace.methods.base import take_notices

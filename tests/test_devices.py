@@ -21,14 +21,14 @@ from coefficient_files import make_file
 from commands import command
 from covering import covered
 from imitated_gpu import GPU, imitated_gpu
-from matrices import HETEROGENEOUS, family
+from matrices import HETEROGENEOUS, family, merge_matrix
 from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, task_vector_error
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace import AceOptions
 from mergekit_ace.algebra.ace import PlusOptions
 from mergekit_ace.algebra.ridge import TOLERANCE
 from mergekit_ace.methods.base import TaskVectorMethod, first_that_fits

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import family
+from matrices import family, merge_matrix
 from reference import task_vector_error
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
-from mergekit_ace import merge_matrix
 from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.linalg import full_precision
 

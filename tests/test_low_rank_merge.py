@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from matrices import dense
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.low_rank import LowRank
@@ -38,10 +39,10 @@ def check(method_name, deltas, layout="matrix", coefficients=None, bar=1e-9, **p
     settings = settings_of(method, len(deltas), layout, coefficients, **parameters)
     shape = next(delta for delta in deltas if delta).shape
     base = torch.zeros(shape, dtype=torch.float64)
-    full = [delta.dense() if delta else base.clone() for delta in deltas]
+    full = [dense(delta) if delta else base.clone() for delta in deltas]
     expected, wanted = method.merge([base, *full], settings)
     merge = method.merge_low_rank(deltas, settings)
-    got = merge.delta.dense() if merge.delta else base
+    got = dense(merge.delta) if merge.delta else base
     assert got.shape == expected.shape
     assert float((got - expected).norm()) <= bar * float(expected.norm())
     assert merge.record.shape == wanted.shape
@@ -78,6 +79,7 @@ CASES = {
     "iso_c": [{}],
     "iso_cts": [{}, {"common_fraction": 0.98}],
     "cart": [{}, {"rank_fraction": 0.5, "lambda": 0.3}],
+    "actmat": [{}],
     "wudi": [{"solver": "exact"}],
 }
 SHAPES = [(40, 56), (56, 40), (9, 200), (200, 9), (4, 5)]

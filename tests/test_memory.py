@@ -21,7 +21,7 @@ import json
 import sys
 from pathlib import Path
 import torch
-from mergekit_ace import AceOptions, merge_matrix
+from mergekit_ace import AceOptions, merge_tensor
 from mergekit_ace.algebra import linalg
 
 linalg.BLOCK_ENTRIES = 2**16  # on the scale of these small matrices
@@ -37,7 +37,7 @@ def measure(rows, columns, experts, refined):
     members = [base + 1e-3 * torch.randn(rows, columns) for _ in range(experts)]
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    merged, record = merge_matrix(base, members, options=options)
+    merged, record = merge_tensor(base, members, options=options)
     assert merged.dtype == torch.float32, record
     side = min(rows * experts, columns)
     result = merged.numel() * merged.element_size()

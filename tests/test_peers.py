@@ -30,6 +30,7 @@ MATRIX_METHODS: dict[str, tuple[str, dict, Callable[[list[Tensor]], Tensor]]] = 
     "iso_c": ("iso_c", {}, naive.naive_iso_c),
     "iso_cts": ("iso_cts", {}, naive.naive_iso_cts),
     "iso_cts 0.5": ("iso_cts", {"common_fraction": 0.5}, partial(naive.naive_iso_cts, common=0.5)),
+    "actmat": ("actmat", {}, naive.naive_actmat),
     "wudi exact": ("wudi", {"solver": "exact"}, naive.naive_wudi_exact),
     "cart": ("cart", {}, naive.naive_cart),
     "cart 0.3": ("cart", {"rank_fraction": 0.3}, partial(naive.naive_cart, fraction=0.3)),

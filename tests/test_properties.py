@@ -8,10 +8,11 @@ from itertools import combinations
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from matrices import merge_matrix
 from reference import naive_ace, task_vector_error
 from torch import Tensor
 
-from mergekit_ace import AceOptions, IllConditionedError, merge_matrix
+from mergekit_ace import AceOptions, IllConditionedError
 from mergekit_ace.algebra.ace import PlusOptions
 
 settings.register_profile("ours", deadline=None, derandomize=True, max_examples=60)

@@ -81,6 +81,7 @@ ROWS = [
     Row("iso_c", "iso_c"),
     Row("iso_cts", "iso_cts"),
     Row("cart", "cart"),
+    Row("actmat", "actmat"),
     Row("wudi", "wudi", {"solver": "exact"}),
     Row("ace", "ace"),
     Row("ace_plus", "ace_plus"),

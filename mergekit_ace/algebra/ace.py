@@ -210,24 +210,6 @@ def _merge_plus(
     return merged, record
 
 
-def merge_matrix(
-    base: Tensor,
-    experts: Sequence[Tensor],
-    weights: Sequence[float] | None = None,
-    options: PlusOptions | None = None,
-    coefficients: Sequence[float] | None = None,
-    *,
-    measured: MeasuredInputs = UNMEASURED,
-) -> tuple[Tensor, MatrixRecord]:
-    """Merge the versions of one matrix, (o, i), as `merge_tensor` does."""
-    if base.ndim != 2:
-        raise ValueError(f"the base has {base.ndim} axes, and a matrix two; see merge_tensor")
-    merged, record = merge_tensor(
-        base, experts, weights, options, "matrix", coefficients, measured=measured
-    )
-    return merged, record.matrices[0]
-
-
 def _merge_ace(
     base: Tensor,
     active: ActiveExperts,

@@ -62,10 +62,6 @@ class LowRank:
             left, right = right.mT, left.mT
         return LowRank(left, right, (*left.shape[:-1], right.shape[-1]))
 
-    def dense(self) -> Tensor:
-        """Return Δ, in the shape of the stored tensor."""
-        return (self.left @ self.right).reshape(self.shape)
-
     def padded(self, rank: int) -> LowRank:
         """Return the same with columns of zeros, if it has fewer than `rank`."""
         more = max(0, rank - self.rank)

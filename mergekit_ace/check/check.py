@@ -128,7 +128,7 @@ def check_merge(
                 findings += look(checkpoints, config)
         with headers_only(list(checkpoints.values())):
             try:
-                plan = plan_merge(config, options, checkpoints, as_run=unplanned is not None)
+                plan = plan_merge(config, options, checkpoints)
                 plan, told = add_unplanned(plan, checkpoints, unplanned or "error")
                 findings += told
                 whole = plan.saves.keys() == checkpoints[config_donor(config)].headers.keys()

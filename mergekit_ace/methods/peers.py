@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published merge methods that ACE-Merging is compared with.
 
-`tsv_m`, `iso_c`, `iso_cts`, `cart` and `wudi` merge each matrix by a formula; `consensus_ta` and
-`lines` work entry by entry; `regmean` and `fisher` need statistics of samples.
+`tsv_m`, `iso_c`, `iso_cts`, `cart`, `actmat` and `wudi` merge each matrix by a formula;
+`consensus_ta` and `lines` work entry by entry; `regmean` and `fisher` need statistics of samples.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 from typing import Any, ClassVar, Literal
@@ -183,6 +183,18 @@ class CartMerge(MatrixMethod):
         return merged, rank
 
 
+class ActMatMerge(MatrixMethod):
+    """ACTMat: the regression on unscaled estimates of covariances, G_t = Δ_tᵀΔ_t, with no ridge."""
+
+    spec = method_spec("actmat", "ACTMat", "https://arxiv.org/abs/2604.01329", (LAMBDA, LAYOUT))
+    summary = "Solves the regression of `ace` on covariances of any size, by a pseudoinverse."
+    whole = True
+    products = 2.0
+
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        return solve_least(matrices.deltas, matrices.deltas), None
+
+
 class WudiMerge(MatrixMethod):
     """WUDI-Merging, Σ_t ‖(X − Δ_t) Δ_tᵀ‖² / ‖Δ_t‖² at its least, by descent or exactly."""
 
@@ -201,7 +213,8 @@ class WudiMerge(MatrixMethod):
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         if parameters["solver"] == "exact":
-            return minimise_exactly(matrices.deltas), None
+            units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
+            return solve_least(matrices.deltas, units), None
         deltas = [delta.float() for delta in matrices.deltas]  # whose digits a descent needs
         steps, rate = parameters["steps"], parameters["learning_rate"]
         return minimise_by_adam(deltas, steps, rate).double(), None
@@ -216,12 +229,11 @@ class WudiMerge(MatrixMethod):
         return replace(work, operations=work.operations * steps) if adam else work
 
 
-def minimise_exactly(deltas: Sequence[Tensor]) -> Tensor:
-    """Return the smallest minimum, (Σ_t Δ_t G_t)(Σ_t G_t)⁺, with G_t = Δ_tᵀΔ_t / ‖Δ_t‖²."""
+def solve_least(deltas: Sequence[Tensor], units: Iterable[Tensor]) -> Tensor:
+    """Return the smallest minimum, (Σ_t Δ_t G_t)(Σ_t G_t)⁺, with G_t = U_tᵀU_t of `units`."""
     numerator = torch.zeros_like(deltas[0])
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
-    for delta in deltas:
-        unit = delta / torch.linalg.vector_norm(delta)
+    for delta, unit in zip(deltas, units, strict=True):
         numerator += _through_the_smaller_square(delta, unit)
         gram += unit.mT @ unit
     values, vectors = torch.linalg.eigh(gram)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from checkpoints import ace_config, rewrite, tiny, tiny_llama
 from families import GPT2, MIXTRAL, SMALL
+from matrices import dense
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GptOssForCausalLM, MixtralForCausalLM, OPTForCausalLM
@@ -105,7 +106,7 @@ def read(folder: str | Path, network: nn.Module | None = None) -> Adapter:
 def dense_changes(folder: str | Path) -> dict[str, Tensor]:
     """What an adapter of the tiny Llama adds to its weights."""
     changes = read(folder).changes
-    return {name: change.factors().dense().float() for name, change in changes.items()}
+    return {name: dense(change.factors()).float() for name, change in changes.items()}
 
 
 def save_adapters(folder: Path, build, *options: dict) -> list[str]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import covered
-from matrices import HETEROGENEOUS, family
+from matrices import HETEROGENEOUS, family, merge_matrix
 from measured_files import in_memory, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_plus, task_vector_error
 
-from mergekit_ace.algebra.ace import AceOptions, PlusOptions, merge_matrix, merge_tensor
+from mergekit_ace.algebra.ace import AceOptions, PlusOptions, merge_tensor
 from mergekit_ace.algebra.ridge import MeasuredInputs
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}

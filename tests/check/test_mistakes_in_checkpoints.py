@@ -166,7 +166,7 @@ ERRORS: list[tuple] = [
     (words("abcd", "acbd", "abcd"), "numbers 2 tokens differently from the ba"),
     (words(None, "acbd", "abcd"), "differently from expert0: 'b'"),
     (*OF_BERT, "tokens differently from the base model"),
-    (saved(vocab_size=44), "expert0 has another vocabulary: model.embed_tokens.weight"),
+    (saved(vocab_size=44), "expert0 has another vocabulary: lm_head.weight"),
     (ABCD, damaged_tokens, UNION, "the tokenizer of expert0 is damaged: tokenizer.json cannot be"),
     (weights(lambda t: t.update({NORM: torch.tensor(1.0)})), "has shape () in expert0, but (32,)"),
     # Files and adapters.
