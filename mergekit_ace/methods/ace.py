@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import RIDGE, AceOptions, PlusOptions, merge_tensor
+from mergekit_ace.algebra.ace import LONGEST, RIDGE, AceOptions, PlusOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord, other_side
@@ -184,4 +184,8 @@ class PlusAceMerge(RidgeMethod):
         return replace(work, working=12 * math.prod(shape))  # of the orthogonal sum, by blocks
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        return super().working(rows, columns, experts) + 12 * rows * columns
+        solved, added = super().working(rows, columns, experts), 12 * rows * columns
+        embeddings = max(rows, columns) > LONGEST * min(
+            rows, columns
+        )  # solved before they are added
+        return max(solved, added) if embeddings else solved + added
