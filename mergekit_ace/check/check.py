@@ -466,8 +466,9 @@ def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
                     "put it onto the model that it was trained on",
                 )
             adapter.check_ties()
-        except ConfigError:  # mergekit merges it by PEFT
+        except ConfigError as error:  # mergekit merges it by PEFT
             ours = ""
+            yield Finding.warning(f"merged by mergekit-yaml only: {error}")
         except FileError as error:
             yield Finding.error(str(error))
     if adapted and bare:

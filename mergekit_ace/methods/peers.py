@@ -187,7 +187,7 @@ class ActMatMerge(MatrixMethod):
     """ACTMat: the regression on unscaled estimates of covariances, G_t = Δ_tᵀΔ_t, with no ridge."""
 
     spec = method_spec("actmat", "ACTMat", "https://arxiv.org/abs/2604.01329", (LAMBDA, LAYOUT))
-    summary = "Solves the regression of `ace` on covariances of any size, by a pseudoinverse."
+    summary = "Solves `ace`'s regression on unscaled covariances, by a pseudoinverse for a ridge."
     whole = True
     products = 2.0
 

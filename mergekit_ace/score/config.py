@@ -69,7 +69,7 @@ class ScoreConfig(Strict):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Tasks of all experts, which every model does."""
+        """Tasks of all experts, which base and merges do."""
         return tuple(task for expert in self.models for task in expert.tasks)
 
     @model_validator(mode="after")
