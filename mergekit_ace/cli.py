@@ -85,6 +85,7 @@ def mergekit_flags() -> dict[str, click.Option]:
     options = {str(one.name): one for one in command.params if isinstance(one, click.Option)}
     size = options["out_shard_size"]
     size.type, size.metavar = click.types.convert_type(parse_kmb), "SIZE"  # names a wrong option
+    size.help = "Largest size of a file of weights, in bytes; 5B, 5 GB, by default."
     options["lora_merge_dtype"].type = click.Choice(["bfloat16", "float16", "float32", "float64"])
     for name in REFUSED_FLAGS:
         options[name].hidden = True
