@@ -7,14 +7,14 @@ import pytest
 import torch
 from matrices import deltas_of
 
-from mergekit_ace.algebra import inspection
+from mergekit_ace.algebra import linalg
 from mergekit_ace.algebra.inspection import compare_entries
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (7,), (2, 5, 6), (), (0, 4)])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_comparison(rng, monkeypatch, shape, scale):
-    monkeypatch.setattr(inspection, "CHUNK", 100)
+    monkeypatch.setattr(linalg, "BLOCK_ENTRIES", 400)
     base = scale * torch.randn(shape, generator=rng)
     experts = [base + s * scale * torch.randn(shape, generator=rng) for s in (0.1, 1.0)]
     experts += [torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1]), base.clone()]

@@ -17,7 +17,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 
 from mergekit_ace.adapters.read import Adapter, Change, base_of, find_changes
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, has_low_rank
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod, check_finite, first_that_fits
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
@@ -45,18 +45,18 @@ def merge_changes(
     shape = given[0].shape
     if not isinstance(method, TaskVectorMethod):  # linear, so that it merges cores
         space, most = CoreSpace.of(given), sum(delta.rank for delta in given)
-        zero = space.zeros()
+        zero = torch.zeros_like(space.core(given[0]))
         cores = [zero if delta is None else space.core(delta) for delta in deltas]
         return space.expand(_execute(planned, zero, cores), shape, rank or most)
     settings = method.complete(planned.settings, len(shape))
     try:
-        merged = method.merge_low_rank(deltas, settings, rank)
+        delta, lost, record = method.merge_low_rank(deltas, settings, rank)
     except MERGE_ERRORS as error:
         raise ValueError(method.explain(error, settings)) from error
-    method.mention(settings, merged.record)
+    method.mention(settings, record)
     if settings.parameters["report"] is not None:
-        append_report(method.spec.name, settings, merged.record, time.perf_counter() - start)
-    return merged.delta, merged.lost
+        append_report(method.spec.name, settings, record, time.perf_counter() - start)
+    return delta, lost
 
 
 def _execute(planned: PlannedTensor, base: Tensor, experts: Iterable[Tensor]) -> Tensor:
@@ -74,11 +74,10 @@ def leaves_span(planned: PlannedTensor, changes: Collection[Change]) -> str:
     if any(change.whole for change in changes):
         return f"an adapter holds {planned.name} whole (`modules_to_save`)"
     method, change = planned.method, next(iter(changes))
-    ndim = len(change.shape)
     if isinstance(method, TaskVectorMethod):
-        layout = method.layout(planned.settings, ndim)
-        fits = has_low_rank(layout, ndim, stack=change.is_stack)
-        high = "" if fits else f"{planned.name} is not of low rank where `layout` is {layout}"
+        layout = method.layout(planned.settings, len(change.shape))
+        flat = change.is_stack and layout == "flattened"  # which reads all its matrices as one
+        high = f"{planned.name} is not of low rank where `layout` is {layout}" if flat else ""
         return method.leaves_span(planned.settings.parameters) or high
     if method.spec.name not in LINEAR_METHODS:
         return "its result is no sum of what the adapters change"

@@ -16,9 +16,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks
+from mergekit_ace.algebra.linalg import blocks, full_precision, orthogonal_sum
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import ORTHOGONAL_SHARE, add_orthogonal_sum
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -38,6 +37,7 @@ from mergekit_ace.algebra.task_vectors import (
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
+    rounding_floors,
     select_active,
     task_vector,
 )
@@ -51,6 +51,8 @@ NOTHING = 1e-10
 UNMEASURED = MeasuredInputs()
 # So many times as long as wide are embeddings that are the head as well, and no other matrices.
 LONGEST = 8
+# The share of TSV-Merge's sum in embeddings.
+ORTHOGONAL_SHARE = 0.28
 
 
 class PlusOptions(BaseModel):
@@ -123,13 +125,6 @@ class AceOptions(PlusOptions):
         default=0.3, description="Share k / min(o, i) of the directions that are refined."
     )
 
-    @property
-    def ridge(self) -> float:
-        """ε as given, or its default."""
-        if self.epsilon is not None:
-            return self.epsilon
-        return RIDGE if self.epsilon_scale == "spectrum" else 1e-5
-
 
 def merge_tensor(
     base: Tensor,
@@ -185,6 +180,7 @@ def merge_tensor(
     return by_layout(base, experts, fixed, select, options.scale, formula)
 
 
+@full_precision()
 def _merge_plus(
     base: Tensor,
     active: ActiveExperts,
@@ -206,7 +202,10 @@ def _merge_plus(
         known = {"mix": measured.mix} if problem.measured else {}
         merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)
     if embeddings:
-        merged = add_orthogonal_sum(merged, base, active, share * options.scale)
+        experts, floors = active.experts, rounding_floors(base, active)
+        rank = max(1, min(active.shape) // len(experts))
+        total = orthogonal_sum(base, experts, rank, floors, active.coefficients, active.dtype)
+        merged.add_(total, alpha=share * options.scale)
     return merged, record
 
 
@@ -260,7 +259,9 @@ def _regression(
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
     ace = options if isinstance(options, AceOptions) else None
-    unit, epsilon = (ace.epsilon_scale, ace.ridge) if ace else ("spectrum", RIDGE)
+    unit, epsilon = (ace.epsilon_scale, ace.epsilon) if ace else ("spectrum", None)
+    if epsilon is None:
+        epsilon = RIDGE if unit == "spectrum" else 1e-5
     traces = dict(enumerate(active.traces if ace else active.tau))
     for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
         if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits

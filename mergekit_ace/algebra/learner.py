@@ -50,7 +50,7 @@ def measure_moments(tensor: Tensor, rank: int) -> WeightMoments:
         raise ValueError("the tensor contains NaN or Inf")
     matrix = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(start_dim=1)
     rank = min(rank, *matrix.shape)
-    singular = tuple(leading_directions(matrix, rank).values.tolist()) if rank else ()
+    singular = tuple(leading_directions(matrix, rank)[1].tolist()) if rank else ()
     return WeightMoments(tensor.numel(), mean, spread, singular)
 
 

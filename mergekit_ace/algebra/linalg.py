@@ -7,11 +7,9 @@ On a CPU they are NumPy's and SciPy's: torch's MKL is slow on processors of othe
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -25,8 +23,6 @@ from torch import Tensor
 # stay in a CPU's cache; more on a GPU, which waits for every block.
 BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
-# A GPU works on the matrices of all experts by one command where they have at most so many entries.
-SMALL_STACK = 2**25
 # Singular values below this share of the largest are lost in a Gram matrix.
 WEAKEST = {torch.float64: 1e-7, torch.float32: 1e-3}
 CPU = torch.device("cpu")
@@ -40,12 +36,6 @@ def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slic
         yield slice(start, min(start + step, length))
 
 
-def groups(count: int, entries: int, device: torch.device) -> list[slice]:
-    """Return slices of experts with so many entries each: on a GPU all at once, if small."""
-    step = count if device.type != "cpu" and count * entries <= SMALL_STACK else 1
-    return [slice(start, start + step) for start in range(0, count, step)]
-
-
 def as_vector(numbers: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
     """Return numbers in the dtype of a tensor, where that is; nobody waits for a GPU's copy."""
     if not like.is_cuda:
@@ -56,9 +46,7 @@ def as_vector(numbers: Sequence[float] | Sequence[Sequence[float]], like: Tensor
 
 def as_rows(tensor: Tensor) -> Tensor:
     """Return a tensor of any shape as a matrix whose rows run over its first axis."""
-    return tensor.reshape(
-        (*tensor.shape[:1], math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
-    )
+    return tensor.reshape(*(tensor.shape or [1]), 1).flatten(1)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -128,20 +116,14 @@ def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
-@dataclass(frozen=True)
-class Directions:
-    """Leading singular triplets in float64, in order: U, (o, k), σ, (k,), and V, (i, k)."""
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
-
-
-def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Directions:
+def leading_directions(
+    matrix: Tensor, count: int, floor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return at most `count` of the largest singular triplets that a matrix, (o, i), has.
 
-    With A Aᵀ = P diag(σ²) Pᵀ they are (p, σ, Aᵀp/σ) (Golub and Van Loan, §8.6). Singular values up
-    to `floor` are rounding, as those below `WEAKEST` of the largest are.
+    They are U, (o, k), σ, (k,), and V, (i, k), in float64. With A Aᵀ = P diag(σ²) Pᵀ they are
+    (p, σ, Aᵀp/σ) (Golub and Van Loan, §8.6). Singular values up to `floor` are rounding, as those
+    below `WEAKEST` of the largest are.
     """
     turned = matrix.shape[0] > matrix.shape[1]
     wide = matrix.mT if turned else matrix
@@ -161,13 +143,13 @@ def leading_directions(matrix: Tensor, count: int, floor: float = 0.0) -> Direct
         kept = values > max(floor / scale, WEAKEST[torch.float64] * float(values.max()))
         short, values = short[:, kept], values[kept]
         long, values = long[:, kept] / values, values * scale
-    return Directions(long, values, short) if turned else Directions(short, values, long)
+    return (long, values, short) if turned else (short, values, long)
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
-    directions = leading_directions(matrix, min(matrix.shape))
-    return directions.left @ directions.right.mT
+    left, _, right = leading_directions(matrix, min(matrix.shape))
+    return left @ right.mT
 
 
 def orthogonal_sum(

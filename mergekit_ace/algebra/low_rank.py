@@ -83,16 +83,6 @@ class CoreSpace:
         right = torch.cat([delta.right for delta in deltas], dim=-2)
         return cls(_basis(left), _basis(right.mT))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(o, i), of the matrices that cores stand for."""
-        return self.left.shape[-2], self.right.shape[-2]
-
-    def zeros(self) -> Tensor:
-        """Return the core of 0, (p, q), or (E, p, q)."""
-        *stack, _, rows = self.left.shape
-        return self.left.new_zeros(*stack, rows, self.right.shape[-1])
-
     def core(self, delta: LowRank) -> Tensor:
         """Return M = UᵀΔV, (p, q), or (E, p, q), of a task vector of the span."""
         return (self.left.mT @ delta.left) @ (delta.right @ self.right)
@@ -123,36 +113,15 @@ def _basis(columns: Tensor) -> Tensor:
     return basis - (basis @ mirror)[..., None] * (2 / mirror.dot(mirror) * mirror)
 
 
-def compress(delta: LowRank, rank: int) -> tuple[LowRank, float]:
-    """Return the nearest product of a rank, in the Frobenius norm; see `CoreSpace.expand`."""
-    space = CoreSpace(torch.linalg.qr(delta.left).Q, torch.linalg.qr(delta.right.mT).Q)
-    return space.expand(space.core(delta), delta.shape, rank)
-
-
-@dataclass(frozen=True)
-class LowRankMerge:
-    """The merge of one tensor: λ X, what of ‖X‖² was cut off, and what was done."""
-
-    delta: LowRank | None  # None where nothing has changed
-    lost: float
-    record: TensorRecord
-
-
-def has_low_rank(layout: FixedLayout, ndim: int, *, stack: bool) -> bool:
-    """Tell whether what a layout makes of a product, or of one per matrix, is of low rank."""
-    if layout in ("mean", "flattened"):
-        return layout == "mean" or not stack
-    return ndim == 2 or (stack and layout in ("stacked", "transposed"))
-
-
 def merge_in_span(
     deltas: Sequence[LowRank | None],
     layout: FixedLayout,
     merge: Callable[[list[Tensor], FixedLayout, CoreSpace], tuple[Tensor, TensorRecord]],
     rank: int | None,
-) -> LowRankMerge:
+) -> tuple[LowRank | None, float, TensorRecord]:
     """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
 
+    Returns λ X, or None where nothing has changed, what of ‖X‖² was cut off, and what was done.
     `deltas` has None for an expert that left the tensor as it was. `merge` is a method's merge of
     full tensors, the base's first, by a layout, or of the cores that a space has of them; it stays
     in their span. `rank` is the most that the result may have.
@@ -166,15 +135,16 @@ def merge_in_span(
         zero = first.left.new_zeros(first.shape[0], basis.shape[1])
         tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in views]
         table, record = merge([zero, *tables], layout, CoreSpace(zero, basis))
-        merged, lost = compress(LowRank(table, basis.mT, shape), min(rank or most, most))
+        left, core = torch.linalg.qr(table)
+        space = CoreSpace(left, basis)
     else:
         space = CoreSpace.of(given)
-        zero = space.zeros()
+        zero = torch.zeros_like(space.core(first))
         cores = [space.core(delta) if delta else zero.clone() for delta in views]
         solved = "mean" if layout == "mean" else "stacked" if zero.ndim == 3 else "matrix"
         core, record = merge([zero, *cores], solved, space)
-        merged, lost = space.expand(core, first.shape, min(rank or most, most))
+    merged, lost = space.expand(core, first.shape, min(rank or most, most))
     record = replace(record, shape=shape, layout=layout)
     if all(matrix.rule == "base" for matrix in record.matrices):
-        return LowRankMerge(None, 0.0, record)
-    return LowRankMerge(replace(merged.read_as(layout), shape=shape), lost, record)
+        return None, 0.0, record
+    return replace(merged.read_as(layout), shape=shape), lost, record

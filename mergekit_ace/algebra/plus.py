@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_plus`: what is added to ACE's regression, in matrices and in embeddings.
+"""`ace_plus`: what is added to ACE's regression of matrices other than embeddings.
 
 A compromise between experts leaves many directions of X = U diag(σ) Vᵀ weak. Where experts are
 unlike, F = U diag(σ / (σ² + c)) Vᵀ strengthens these, and X keeps its size.
@@ -14,22 +14,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import (
-    as_vector,
-    factorize,
-    full_precision,
-    orthogonal_sum,
-    product,
-    solve,
-)
-from mergekit_ace.algebra.task_vectors import ActiveExperts, rounding_floors
+from mergekit_ace.algebra.linalg import as_vector, factorize, product, solve
 
 # ‖F‖ / ‖X‖ where experts have nothing in common.
 FLATTENED = 0.7
 # c in units of ‖XXᵀ‖² / tr(XXᵀ), a mean of σ² that is weighted by σ².
 FLATTENING_RIDGE = 0.005
-# The share of TSV-Merge's sum in embeddings.
-ORTHOGONAL_SHARE = 0.28
 
 
 def flatten_spectrum(whole: Tensor, part: Tensor, unlikeness: Tensor, turned: bool) -> Tensor:
@@ -72,11 +62,3 @@ def measure_unlikeness(
     cosines = cosines * shares * shares[:, None]  # one by one: their product may be out of range
     total = 2 * sum(a * b for a, b in combinations(weights, 2)) or 1.0
     return 1 - (cosines.sum() / total).clamp(0, 1)
-
-
-@full_precision()
-def add_orthogonal_sum(merged: Tensor, base: Tensor, active: ActiveExperts, scale: float) -> Tensor:
-    """Add TSV-Merge's sum of at least two experts times a scale to a matrix, (o, i), in place."""
-    rank, floors = max(1, min(active.shape) // len(active.experts)), rounding_floors(base, active)
-    total = orthogonal_sum(base, active.experts, rank, floors, active.coefficients, active.dtype)
-    return merged.add_(total, alpha=scale)

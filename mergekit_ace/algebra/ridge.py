@@ -25,7 +25,6 @@ from mergekit_ace.algebra.linalg import (
     factorize,
     full_precision,
     gram,
-    groups,
     leading_eigenpairs,
     product,
     solve,
@@ -40,6 +39,8 @@ from mergekit_ace.algebra.task_vectors import (
 
 # Entries of all task vectors of a matrix that are in memory at once: 1 GiB in float32.
 LARGEST_STACK = 2**28
+# A GPU works on the matrices of all experts by one command where they have at most so many entries.
+GROUPED = 2**25
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
 TOLERANCE = 1e-4
 SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
@@ -52,11 +53,6 @@ FLOAT32_RANGE = (1e-9, 1e9)
 Covariances = tuple[Tensor | None, Tensor]
 # X; R, where it is refined; ε̄, tr(S) and what `_relative_error` takes, still on the device.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
-
-
-def packed_size(columns: int) -> int:
-    """Return how many entries the lower triangle of a matrix (i, i) has."""
-    return columns * (columns + 1) // 2
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -142,15 +138,7 @@ class CentredVectors:
     `blocks` of rows instead.
     """
 
-    def __init__(
-        self,
-        base: Tensor,
-        experts: Sequence[Tensor],
-        dtype: torch.dtype,
-        centred: bool,
-        stack: Tensor | None,
-        sums: Tensor | None,  # of the rows of the stack, (T, i)
-    ):
+    def __init__(self, base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype, centred: bool):
         self._base, self._experts, self._dtype = base, experts, dtype
         self.shape = rows, columns = base.shape
         step = max(1, LARGEST_STACK // (len(experts) * columns))
@@ -158,23 +146,19 @@ class CentredVectors:
             step = rows
         self.blocks = [slice(start, start + step) for start in range(0, rows, step)]
         self.means = base.new_zeros(len(experts), columns, dtype=dtype)
-        self.whole = stack
-        if stack is None and len(self.blocks) == 1:
-            self.whole = form_stack(base, experts, dtype)
+        self.whole = form_stack(base, experts, dtype) if len(self.blocks) == 1 else None
         if centred:
-            if stack is None or sums is None:
-                parts = (self.block(block).sum(dim=1) for block in self.blocks)
-                sums = reduce(Tensor.add_, parts)
-            self.means = (sums / rows).to(dtype)
+            sums = reduce(Tensor.add_, (self.block(block).sum(dim=1) for block in self.blocks))
+            self.means = sums / rows
             if self.whole is not None:
                 self.whole -= self.means[:, None]
 
-    def block(self, rows: slice) -> Tensor:
-        """Return the C_t of some rows, (T, rows, i); a view where all are in memory."""
+    def block(self, rows: slice, part: slice = slice(None)) -> Tensor:
+        """Return the C_t of some rows, and of some experts; a view where all are in memory."""
         if self.whole is not None:
-            return self.whole[:, rows]
-        chosen = [expert[rows] for expert in self._experts]
-        return form_stack(self._base[rows], chosen, self._dtype).sub_(self.means[:, None])
+            return self.whole[part, rows]
+        chosen = [expert[rows] for expert in self._experts[part]]
+        return form_stack(self._base[rows], chosen, self._dtype).sub_(self.means[part, None])
 
 
 @full_precision()
@@ -191,12 +175,10 @@ def merge_by_ridge(
     low, high = FLOAT32_RANGE
     typical = (max(active.tau) / base.numel()) ** 0.5
     narrow = active.dtype == torch.float32 and low < typical < high
-    experts, stack = [active.experts[t] for t in problem.experts], active.stack
+    experts = [active.experts[t] for t in problem.experts]
     coefficients = [active.coefficients[t] for t in problem.experts]
     for dtype in (torch.float32, torch.float64)[not narrow :]:
-        if stack is not None and (len(stack), stack.dtype) != (len(experts), dtype):
-            stack = None
-        vectors = CentredVectors(base, experts, dtype, problem.centred, stack, active.sums)
+        vectors = CentredVectors(base, experts, dtype, problem.centred)
         merged, numbers = _closed_form(problem, vectors, coefficients)
         strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
         error = _relative_error(size, measured, failed, dtype)
@@ -269,7 +251,9 @@ def _solve_primal(
     plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
-    parts = groups(len(shares), columns * max(vectors.shape), means.device)
+    entries, count = columns * max(vectors.shape), len(shares)
+    step = count if means.device.type != "cpu" and count * entries <= GROUPED else 1
+    parts = [slice(start, start + step) for start in range(0, count, step)]
     covariances = _covariances(problem, vectors, parts, system, row)
     if vectors.whole is None or problem.measured or len(parts) == 1:  # else one is in memory
         covariances = list(covariances)
@@ -321,21 +305,21 @@ def _covariances(
     problem: Regression, vectors: CentredVectors, parts: list[slice], system: Tensor, row: Tensor
 ) -> Iterator[Covariances]:
     """Yield the S_t by parts, each once it is added to S, (i, i), and S_t (μ_t − μ̄) to (1, i)."""
-    # The factors of wide matrices are the smaller products.
-    wide = vectors.shape[1] > 2 * vectors.shape[0] and not problem.measured
-    squares = _squares(vectors, parts) if any(problem.scales) and not wide else None
-    away = vectors.means - vectors.means.mean(dim=0)
+    (rows, columns), away = vectors.shape, vectors.means - vectors.means.mean(dim=0)
     for part in parts:
         scales, left = problem.scales[part], None
         uneven = set(scales) != {1.0}
-        if wide and vectors.whole is not None:
-            right = vectors.whole[part]
+        if columns > 2 * rows and not problem.measured:  # the factors are the smaller products
+            right = vectors.block(slice(rows), part)
             if uneven:
                 right = right * as_vector(scales, right).sqrt_()[:, None, None]
             left = right.mT
             add_product_(system, right.flatten(0, 1).mT, right.flatten(0, 1))
         else:
-            right = next(squares) if squares else system.new_zeros(len(scales), *system.shape)
+            stacks = (vectors.block(block, part) for block in vectors.blocks)
+            squares = (product(own.mT, own) for own in stacks)
+            shape = (len(scales), *system.shape)
+            right = reduce(Tensor.add_, squares) if any(scales) else system.new_zeros(shape)
             if uneven:
                 right *= as_vector(scales, right)[:, None, None]
             for t in problem.measured.keys() & {*range(part.start, part.start + len(right))}:
@@ -345,17 +329,6 @@ def _covariances(
         if problem.rank:
             _add_times_(row, away[part, None], left, right)
         yield left, right
-
-
-def _squares(vectors: CentredVectors, parts: list[slice]) -> Iterator[Tensor]:
-    """Yield the C_tᵀC_t, (g, i, i), of parts of the experts; of tall matrices formed at once."""
-    if vectors.whole is None:
-        stacks = map(vectors.block, vectors.blocks)
-        total = reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
-        yield from (total[part] for part in parts)
-    else:
-        for own in (vectors.whole[part] for part in parts):
-            yield product(own.mT, own)
 
 
 def _add_times_(total: Tensor, rows: Tensor, left: Tensor | None, right: Tensor) -> None:

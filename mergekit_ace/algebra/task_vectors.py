@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
@@ -125,8 +124,6 @@ class ActiveExperts:
     size: float  # ‖W0‖_F²
     dtype: torch.dtype  # in which task vectors are formed
     shape: tuple[int, ...]  # of a task vector; of the matrix that it stands for, if it is a core
-    stack: Tensor | None = None  # the Δ_t, (T, o, i), where formed at once; to be overwritten
-    sums: Tensor | None = None  # of their rows, (T, i)
 
     @property
     def tau(self) -> tuple[float, ...]:
@@ -158,7 +155,7 @@ def select_active(
     a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector that does not fit.
     """
     dtype = torch.promote_types(dtype, base.dtype)
-    tau, shift, size, formed = _measure(base, experts, dtype)
+    tau, shift, size = _measure(base, experts, dtype)
     for t, expert in enumerate(experts):
         if tau[t] < 1e76:  # no entry can be too large for float32
             continue
@@ -178,8 +175,6 @@ def select_active(
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
     top = max((weights[t] for t in positions), default=1.0)
     shares = [weights[t] / top for t in positions]
-    if formed and 0 < len(positions) < len(experts):
-        formed = [torch.stack([part[t] for t in positions]) for part in formed]
     return ActiveExperts(
         experts=tuple(experts[t] for t in positions),
         weights=tuple(share * len(shares) / sum(shares) for share in shares),
@@ -190,22 +185,19 @@ def select_active(
         changed=changed,
         size=size,
         dtype=dtype,
-        shape=space.shape if space else tuple(base.shape),
-        stack=formed[0] if formed else None,
-        sums=formed[1] if formed else None,
+        shape=(space.left.shape[-2], space.right.shape[-2]) if space else tuple(base.shape),
     )
 
 
 def _measure(
     base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[list[float], list[float], float, list[Tensor]]:
-    """Return τ_t, o ‖μ_t‖² (of means over the first axis), ‖W0‖², and of small tensors Δ_t, o μ_t.
+) -> tuple[list[float], list[float], float]:
+    """Return τ_t, o ‖μ_t‖² (of means over the first axis), and ‖W0‖².
 
     Vectors count as matrices of one column here.
     """
     origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
     sums = base.new_zeros(len(experts), origin.shape[1], dtype=torch.float64)
-    formed: list[Tensor] = []
     norms = []
     for rows in blocks(len(origin), len(experts) * origin.shape[1], base.device):
         stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
@@ -213,7 +205,6 @@ def _measure(
         lengths = torch.cat([own, torch.linalg.vector_norm(stack, dim=2)])
         norms.append(torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64))
         sums += stack.sum(dim=1)
-        formed = [stack, sums] if stack[0].numel() == base.numel() else []
     norms.append(torch.linalg.vector_norm(sums, dim=1))
     squares = [norm * norm for norm in torch.cat(norms).tolist()]
     count, end = len(experts) + 1, len(squares) - len(experts)
@@ -223,7 +214,7 @@ def _measure(
     odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
     if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
         return _measure(base, experts, torch.float64)
-    return tau, shift, size, formed
+    return tau, shift, size
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
@@ -275,16 +266,6 @@ def merge_mean(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tenso
     return add_task_vectors(base, active.experts, shares, active.dtype), active.record(rule)
 
 
-def merge_entries(
-    base: Tensor, experts: Sequence[Tensor], coefficients: Sequence[float], rule: str
-) -> tuple[Tensor, TensorRecord]:
-    """Return θ_0 + Σ_k s_k λ_k (θ_k − θ_0), s_k being 0 where nothing changed, else 1."""
-    active = select_active(base, experts, [1.0] * len(experts), torch.float32)
-    shares = [coefficients[t] for t in active.positions]
-    merged = add_task_vectors(base, active.experts, shares, active.dtype)
-    return merged, TensorRecord(tuple(base.shape), "mean", (active.record(rule),))
-
-
 def add_task_vectors(
     base: Tensor, experts: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
@@ -324,15 +305,6 @@ def resolve_layout(
     return layout if fits else "mean"
 
 
-def other_side(layout: FixedLayout, ndim: int) -> FixedLayout:
-    """Return the layout that reads the transposes of the matrices that a layout reads, if any."""
-    if layout in ("matrix", "stacked"):
-        return "transposed"
-    if layout == "transposed":
-        return "matrix" if ndim == 2 else "stacked"
-    return layout
-
-
 def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
     """Return the matrices (o, i) of a tensor, as views where strides allow."""
     if layout == "flattened":
@@ -344,8 +316,7 @@ def as_matrices(tensor: Tensor, layout: FixedLayout) -> tuple[Tensor, ...]:
 
 def from_matrices(parts: Sequence[Tensor], shape: torch.Size, layout: FixedLayout) -> Tensor:
     """Invert `as_matrices`; the parts may differ in dtype, the widest one wins."""
-    widest = reduce(torch.promote_types, (part.dtype for part in parts))
-    stacked = torch.stack([part.to(widest) for part in parts]) if len(parts) > 1 else parts[0][None]
+    stacked = torch.stack(tuple(parts)) if len(parts) > 1 else parts[0][None]
     return (stacked.mT if layout == "transposed" else stacked).reshape(shape)
 
 

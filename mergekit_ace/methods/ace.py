@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mergekit_ace.algebra.ace import LONGEST, RIDGE, AceOptions, PlusOptions, merge_tensor
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.ridge import LARGEST_STACK
-from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord, other_side
+from mergekit_ace.algebra.ridge import LARGEST_STACK, MeasuredInputs
+from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
@@ -46,22 +46,14 @@ class RidgeMethod(TaskVectorMethod):
         return self.options_class.model_validate({n: settings.parameters[n] for n in names})
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        read = _as_solved(settings, tensors[0].ndim)
-        lookup, weights, known = self.lookup(settings), settings.weights, {}
-        if lookup is not None:
-            known["measured"] = lookup.inputs(tensors[0].shape, settings.parameters["mix"])
+        (base, *experts), weights = tensors, settings.weights
+        read, lookup = _as_solved(settings, base.ndim), self.lookup(settings)
+        mix = settings.parameters["mix"]
+        measured = lookup.inputs(base.shape, mix) if lookup else MeasuredInputs()
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
-        merged, record = merge_tensor(
-            tensors[0],
-            tensors[1:],
-            weights,
-            self.options(settings),
-            read.layout,
-            settings.coefficients,
-            space=read.space,
-            **known,
-        )
+        given = weights, self.options(settings), read.layout, settings.coefficients
+        merged, record = merge_tensor(base, experts, *given, space=read.space, measured=measured)
         side = "inputs" if read is settings else "outputs"
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
         record = replace(record, matrices=tuple(solved))
@@ -100,9 +92,7 @@ class RidgeMethod(TaskVectorMethod):
     def lookup(self, settings: TensorSettings) -> MeasuredLookup | None:
         """Return what was measured of a tensor; None where the config names no file."""
         path = settings.parameters["covariances"]
-        if path is None:
-            return None
-        return MeasuredLookup(self.spec.name, settings, path, "covariances")
+        return path and MeasuredLookup(self.spec.name, settings, path, "covariances")
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         known = parameters.get("covariances") is not None
@@ -127,17 +117,18 @@ class RidgeMethod(TaskVectorMethod):
 
 def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     """Return settings by which matrices are solved for: those of the outputs' side, transposed."""
-    parameters, layout = settings.parameters, other_side(settings.layout, ndim)
+    parameters, turned = settings.parameters, "matrix" if ndim == 2 else "stacked"
+    other = {"matrix": "transposed", "stacked": "transposed", "transposed": turned}
     side = parameters.get("side", "inputs")
     if side == "auto" and not any(parameters.get(name) is not None for name in _OF_INPUTS):
         # A of an adapter starts at random and hardly moves: rows of Δ = B A tell nothing of inputs
         adapters = all(getattr(model, "lora", None) is not None for model in settings.experts)
         side = "outputs" if adapters else "inputs"
     table = is_table(settings.base, settings.name)
-    if layout == settings.layout or side != "outputs" or table:
+    if settings.layout not in other or side != "outputs" or table:
         return settings
     space = settings.space and CoreSpace(settings.space.right, settings.space.left)
-    return replace(settings, layout=layout, space=space)
+    return replace(settings, layout=other[settings.layout], space=space)
 
 
 class AceMerge(RidgeMethod):
@@ -185,7 +176,5 @@ class PlusAceMerge(RidgeMethod):
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         solved, added = super().working(rows, columns, experts), 12 * rows * columns
-        embeddings = max(rows, columns) > LONGEST * min(
-            rows, columns
-        )  # solved before they are added
-        return max(solved, added) if embeddings else solved + added
+        short, long = sorted((rows, columns))  # embeddings are solved before they are added
+        return max(solved, added) if long > LONGEST * short else solved + added

@@ -31,12 +31,13 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, LowRankMerge, merge_in_span
+from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, merge_in_span
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
     TensorRecord,
-    merge_entries,
+    add_task_vectors,
+    select_active,
 )
 from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
 from mergekit_ace.methods.report_lines import append_report, report_path
@@ -75,6 +76,11 @@ class NamedParameter(ParameterSpec):
             ) from None
 
 
+def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
+    """Declare a parameter of whole tensors; `description` is its line in the reference."""
+    return NamedParameter(name, value_type, ParameterScope.SHARED, default, description)
+
+
 def describe_type(value_type: Any) -> str:
     """Return in words what a value of a type, which may be optional, is allowed to be."""
     if NoneType in get_args(value_type):
@@ -93,12 +99,8 @@ ReportPath = Annotated[
     AfterValidator(report_path),
     Field(description="the path of a file in an existing folder that you may write to"),
 ]
-REPORT = NamedParameter(
-    "report",
-    ReportPath | None,
-    ParameterScope.SHARED,
-    None,
-    "The merge appends a JSON line per tensor to it.",
+REPORT = shared(
+    "report", ReportPath | None, None, "The merge appends a JSON line per tensor to it."
 )
 
 
@@ -169,6 +171,7 @@ class TaskVectorMethod(GroupMergeMethod):
     summary: ClassVar[str]  # what the method does, in one sentence
     also_cites: ClassVar[tuple[str, ...]] = ()  # numbers on arXiv, beside the paper's
     ill_conditioned: ClassVar[str] = ""  # what helps where a system cannot be solved
+    scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
     beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
@@ -177,10 +180,14 @@ class TaskVectorMethod(GroupMergeMethod):
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         """Merge the versions of one tensor, the base's first, into one of any dtype.
 
-        Without a formula of its own, a method adds the task vectors times its coefficients.
+        Without a formula of its own, a method adds its coefficients times the task vectors of
+        those experts that changed the tensor.
         """
-        assert settings.coefficients is not None
-        return merge_entries(tensors[0], tensors[1:], settings.coefficients, self.spec.name)
+        (base, *experts), given = tensors, settings.coefficients
+        assert given is not None
+        active = select_active(base, experts, [1.0] * len(experts), torch.float32, given)
+        merged = add_task_vectors(base, active.experts, active.coefficients, active.dtype)
+        return merged, TensorRecord(tuple(base.shape), "mean", (active.record(self.spec.name),))
 
     def check_settings(self, settings: TensorSettings) -> None:
         """Raise a `ValueError` where parameters do not fit each other or the tensor."""
@@ -214,7 +221,7 @@ class TaskVectorMethod(GroupMergeMethod):
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
         """Yield what is allowed, but seldom meant, in the settings of a tensor, and remedies."""
         scale = settings.parameters.get("lambda")
-        if scale == 0:
+        if scale == 0 and self.scales_all:
             yield "lambda: 0 leaves tensors as the base has them", "leave lambda out, or raise it"
         adapters = sum(getattr(model, "lora", None) is not None for model in settings.experts)
         if self.whole and adapters > MOST_ADAPTERS and scale == 1:
@@ -312,10 +319,8 @@ class TaskVectorMethod(GroupMergeMethod):
         name = settings.name
 
         def merge_on(device: torch.device) -> tuple[Tensor, TensorRecord, TensorSettings]:
-            moved = group
-            if device != group.tensors[0].device:  # mergekit's check has all of them on one
-                entries = [replace(e, tensor=e.tensor.to(device)) for e in group.entries]
-                moved = replace(group, entries=tuple(entries))
+            entries = (replace(e, tensor=e.tensor.to(device)) for e in group.entries)
+            moved = replace(group, entries=tuple(entries))
             assert moved.base is not None  # the contract requires it
             tensors = [moved.base.tensor, *(expert.tensor for expert in moved.non_base)]
             complete = self.complete(replace(settings, group=moved), tensors[0].ndim)
@@ -341,7 +346,7 @@ class TaskVectorMethod(GroupMergeMethod):
 
     def merge_low_rank(
         self, deltas: Sequence[LowRank | None], settings: TensorSettings, rank: int | None = None
-    ) -> LowRankMerge:
+    ) -> tuple[LowRank | None, float, TensorRecord]:
         """Merge task vectors of low rank; see `merge_in_span` and `leaves_span`."""
 
         def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace) -> Merged:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.learner import Learner, LearnerConfig, features, measure_moments
-from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs, packed_size
+from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs
 from mergekit_ace.files.checkpoints import check_content
 from mergekit_ace.files.saving import read_once, save_tensors
 from mergekit_ace.files.statistics import (
@@ -288,30 +288,21 @@ class MeasuredLookup:
 
     def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
         """Return covariances of a matrix of a shape as stored; none of other tensors."""
-        layout = self._settings.layout
-        if len(shape) != 2 or layout not in ("matrix", "transposed"):
+        layout, name = self._settings.layout, self._tensor.inputs
+        if name is None or len(shape) != 2 or layout not in ("matrix", "transposed"):
             return MeasuredInputs(mix=mix)
         columns = shape[1] if layout == "matrix" else shape[0]
-        packed = self._read(f"covariance/{self._tensor.inputs}", (packed_size(columns),))
-        covariances = (p if p is None else MeasuredCovariance(p, columns) for p in packed)
-        return MeasuredInputs(covariances=tuple(covariances), mix=mix)
+        packed = self._read(f"covariance/{name}", (columns * (columns + 1) // 2,))
+        return MeasuredInputs(tuple(MeasuredCovariance(one, columns) for one in packed), mix)
 
     def fisher(self, shape: Sequence[int]) -> list[Tensor] | None:
         """Return the Fisher information of every expert; None of a tensor that has none."""
-        if not self._tensor.fisher:
-            return None
-        found = self._read(f"fisher/{self._tensor.name}", shape)
-        known = [part for part in found if part is not None]
-        return known if len(known) == len(found) else None
+        return self._read(f"fisher/{self._tensor.name}", shape) if self._tensor.fisher else None
 
-    def _read(self, name: str, shape: Sequence[int]) -> list[Tensor | None]:
-        found = []
-        for number in self._experts:
-            known = self._file.shape(number, name)
-            if known is not None and known != tuple(shape):
-                raise ConfigError(
-                    f"{self._start}: {describe(self._settings.name)} does not have the shape that "
-                    "it had when this was measured; measure the models that are merged"
-                )
-            found.append(None if known is None else self._file.read(number, name))
-        return found
+    def _read(self, name: str, shape: Sequence[int]) -> list[Tensor]:
+        if any(self._file.shape(number, name) != tuple(shape) for number in self._experts):
+            raise ConfigError(
+                f"{self._start}: {describe(self._settings.name)} does not have the shape that it "
+                "had when this was measured; measure the models that are merged"
+            )
+        return [self._file.read(number, name) for number in self._experts]

@@ -13,13 +13,8 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from mergekit_ace.algebra.task_vectors import Factor, Fraction, Layout, NonNegative, Side
 from mergekit_ace.files.statistics import load_statistics
-from mergekit_ace.methods.base import NamedParameter
+from mergekit_ace.methods.base import NamedParameter, shared
 from mergekit_ace.methods.coefficients import load_coefficients
-
-
-def shared(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:
-    """Declare a parameter of whole tensors; `description` is its line in the reference."""
-    return NamedParameter(name, value_type, ParameterScope.SHARED, default, description)
 
 
 def per_expert(name: str, value_type: Any, default: Any, description: str) -> NamedParameter:

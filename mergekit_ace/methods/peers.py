@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 from typing import Any, ClassVar, Literal
@@ -25,7 +25,7 @@ from mergekit_ace.algebra.linalg import (
     orthogonal_factor,
     orthogonal_sum,
 )
-from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
+from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Count,
@@ -80,7 +80,6 @@ class TaskMatrices:
 class MatrixMethod(TaskVectorMethod):
     """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
 
-    scales_all: ClassVar[bool] = True  # whether λ multiplies the whole merged task vector
     entry = 8
     products = 10.0  # decompositions of every expert and of them all
 
@@ -125,8 +124,9 @@ class IsoCMerge(MatrixMethod):
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         size = matrices.size
-        found = leading_directions(matrices.total(), size, math.hypot(*matrices.floors))
-        return (found.left @ found.right.mT).mul_(float(found.values.sum()) / size), None
+        floor = math.hypot(*matrices.floors)
+        left, values, right = leading_directions(matrices.total(), size, floor)
+        return (left @ right.mT).mul_(float(values.sum()) / size), None
 
 
 class IsoCtsMerge(MatrixMethod):
@@ -146,17 +146,17 @@ class IsoCtsMerge(MatrixMethod):
         count, size = len(matrices.deltas), matrices.size
         own = size - int(size * parameters["common_fraction"])
         each = min(round(own / count), size // count)  # so that all tasks get the same
-        shared_size = size - each * count
-        common = leading_directions(matrices.total(), shared_size, math.hypot(*matrices.floors))
-        parts = []
+        floor = math.hypot(*matrices.floors)
+        parts = [leading_directions(matrices.total(), size - each * count, floor)]
+        common = parts[0][0]
         for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
             floor = max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta)))
-            delta -= common.left @ (common.left.mT @ delta)
+            delta -= common @ (common.mT @ delta)
             parts.append(leading_directions(delta, each, floor))
-        outer = torch.cat([part.left for part in parts], dim=1)  # orthogonal to the common ones
-        left = torch.cat([common.left, orthogonal_factor(outer)], dim=1)
-        right = torch.cat([part.right for part in (common, *parts)], dim=1)
-        strength = sum(float(part.values.sum()) for part in (common, *parts)) / size
+        (_, *lefts), values, rights = zip(*parts, strict=True)
+        outer = orthogonal_factor(torch.cat(lefts, dim=1))  # orthogonal to the common ones
+        left, right = torch.cat([common, outer], dim=1), torch.cat(rights, dim=1)
+        strength = float(torch.cat(values).sum()) / size
         return (left @ orthogonal_factor(right).mT).mul_(strength), each
 
 
@@ -167,10 +167,7 @@ class CartMerge(MatrixMethod):
     share = shared("rank_fraction", Fraction, 0.08, "Share of the directions kept of an expert.")
     spec = method_spec("cart", "CART", "https://arxiv.org/abs/2412.12153", (scale, LAYOUT, share))
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
-    scales_all = False
-
-    def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
-        return iter(())  # with λ = 0 it is the average of the experts
+    scales_all = False  # with λ = 0 it is the average of the experts
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         fraction = parameters["rank_fraction"]
@@ -178,8 +175,8 @@ class CartMerge(MatrixMethod):
         mean = matrices.total().div_(len(matrices.deltas))
         merged = mean.clone()
         for delta in matrices.deltas:
-            found = leading_directions(delta.sub_(mean), rank)
-            merged.add_((found.left * found.values) @ found.right.mT, alpha=parameters["lambda"])
+            left, values, right = leading_directions(delta.sub_(mean), rank)
+            merged.add_((left * values) @ right.mT, alpha=parameters["lambda"])
         return merged, rank
 
 
@@ -212,12 +209,19 @@ class WudiMerge(MatrixMethod):
     products = 2.0  # a step of adam; all of the closed form are few
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+        units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
         if parameters["solver"] == "exact":
-            units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
             return solve_least(matrices.deltas, units), None
-        deltas = [delta.float() for delta in matrices.deltas]  # whose digits a descent needs
-        steps, rate = parameters["steps"], parameters["learning_rate"]
-        return minimise_by_adam(deltas, steps, rate).double(), None
+        # as its authors do: from Σ_t Δ_t, at a constant rate, in float32, whose digits are enough
+        merged, units = matrices.total().float(), [unit.float() for unit in units]
+        deltas = [delta.float() for delta in matrices.deltas]
+        adam = torch.optim.Adam([merged], lr=parameters["learning_rate"])
+        for _ in range(parameters["steps"]):
+            merged.grad = torch.zeros_like(merged)
+            for delta, unit in zip(deltas, units, strict=True):
+                merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
+            adam.step()
+        return merged.double(), None
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
@@ -245,19 +249,6 @@ def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
     """Return L Δᵀ Δ for L and Δ, (o, i): an (o, o) matrix of an embedding would fill the memory."""
     rows, columns = delta.shape
     return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
-
-
-def minimise_by_adam(deltas: Sequence[Tensor], steps: int, learning_rate: float) -> Tensor:
-    """Descend on the loss of WUDI as its authors do: by Adam from Σ_t Δ_t, at a constant rate."""
-    merged = torch.stack(list(deltas)).sum(dim=0)
-    adam = torch.optim.Adam([merged], lr=learning_rate)
-    units = [d / torch.linalg.vector_norm(d, dtype=torch.float64).to(d) for d in deltas]
-    for _ in range(steps):
-        merged.grad = torch.zeros_like(merged)
-        for delta, unit in zip(deltas, units, strict=True):
-            merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
-        adam.step()
-    return merged
 
 
 class ConsensusMerge(TaskVectorMethod):
@@ -346,31 +337,6 @@ def _layers(base: Hashable, block: str) -> int:
     return stack_size(f"{block}.", tensor_names(base))
 
 
-def measured_regression(
-    active: ActiveExperts, inputs: MeasuredInputs, off_diagonal: float, epsilon: float
-) -> Regression:
-    """Return RegMean's regression of the experts that were measured, of mean eigenvalue 1.
-
-    W0 + (Σ_t w_t Δ_t M_t)(Σ_t w_t M_t)⁻¹ is the closed form of ACE-Merging with S_t = w_t M_t.
-    Departures: a ridge of at least 1e-6 mean eigenvalues, so that inputs that are 0 in all samples
-    get the mean of the Δ_t, and an expert that left a matrix as it was takes no part in it.
-    """
-    found = {t: inputs.covariance(position) for t, position in enumerate(active.positions)}
-    known = {t: own for t, own in found.items() if own is not None}
-    total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
-    columns, ridge = active.shape[1], max(epsilon, LEAST_RIDGE)
-    scaled = [
-        (replace(own, off_diagonal=off_diagonal), active.weights[t] * columns / total)
-        for t, own in known.items()
-    ]
-    return Regression(
-        experts=tuple(known),
-        scales=[0.0] * len(known),
-        ridges=[ridge * active.weights[t] * own.trace / total for t, own in known.items()],
-        measured=dict(enumerate(scaled)),
-    )
-
-
 class MeasuredMethod(TaskVectorMethod):
     """A method that needs statistics of samples."""
 
@@ -386,7 +352,13 @@ class MeasuredMethod(TaskVectorMethod):
 
 
 class RegMeanMerge(MeasuredMethod):
-    """RegMean: linear layers by regression on their measured inputs, all others averaged."""
+    """RegMean: linear layers by regression on their measured inputs, all others averaged.
+
+    W0 + (Σ_t w_t Δ_t M_t)(Σ_t w_t M_t)⁻¹ is the closed form of ACE-Merging with S_t = w_t M_t, here
+    of mean eigenvalue 1 together. Departures: a ridge of at least 1e-6 mean eigenvalues, so that
+    inputs that are 0 in all samples get the mean of the Δ_t, and an expert that left a matrix as it
+    was takes no part in it.
+    """
 
     kind = "covariances"
     off_diagonal = shared(
@@ -419,10 +391,19 @@ class RegMeanMerge(MeasuredMethod):
         select = partial(select_active, weights=settings.weights, dtype=torch.float32)
 
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            if not any(map(inputs.covariance, active.positions)):  # nothing was measured
+            found = [(t, inputs.covariance(place)) for t, place in enumerate(active.positions)]
+            known = {t: replace(own, off_diagonal=off_diagonal) for t, own in found if own}
+            if not known:  # nothing was measured
                 return None
-            regression = measured_regression(active, inputs, off_diagonal, epsilon)
-            return merge_by_ridge(base, active, regression, scale, rule=self.spec.name)
+            total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+            scaled = [(own, active.weights[t] / total) for t, own in known.items()]
+            problem = Regression(
+                experts=tuple(known),
+                scales=[0.0] * len(known),
+                ridges=[max(epsilon, LEAST_RIDGE) * share * own.trace for own, share in scaled],
+                measured={n: (own, share * base.shape[1]) for n, (own, share) in enumerate(scaled)},
+            )
+            return merge_by_ridge(base, active, problem, scale, rule=self.spec.name)
 
         return by_layout(base, experts, settings.layout, select, scale, formula)
 

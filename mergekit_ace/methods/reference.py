@@ -50,7 +50,10 @@ def method_reference(methods: Sequence[TaskVectorMethod], *, whole_page: bool) -
     for method in methods:
         spec, own = method.spec, lines[method.spec.name]
         parts.append(f"## `{spec.name}`: {spec.pretty_name}\n")
-        parts.append(f"{method.summary}{_reading(method)} [Paper]({spec.reference_url}).\n")
+        reading = "" if method.layouts else " It reads tensors entry by entry."
+        if "table" in method.layouts:
+            reading = " It also reads tables of rows (`layout: table`)."
+        parts.append(f"{method.summary}{reading} [Paper]({spec.reference_url}).\n")
         if shared := [f"`{name}`" for name, line in own.items() if line in common]:
             parts.append(f"Described above: {', '.join(shared)}.\n")
         if special := [line for line in own.values() if line not in common]:
@@ -67,10 +70,3 @@ def _line(parameter: ParameterSpec) -> str:
     if parameter.scope == ParameterScope.NON_BASE:
         allowed += "; per expert"
     return f"* `{parameter.name}`: {default}; {allowed}. {parameter.description}"
-
-
-def _reading(method: TaskVectorMethod) -> str:
-    """Return how the method reads tensors, unless it is as matrices and vectors."""
-    if not method.layouts:
-        return " It reads tensors entry by entry."
-    return " It also reads tables of rows (`layout: table`)." if "table" in method.layouts else ""

@@ -211,7 +211,7 @@ class MergedModel:
         self._base, self._experts, self._names = base, experts, tuple(names)
         self._components = components
         self._parameters = [module.get_parameter(name) for name in names]
-        self._changed = torch.ones(len(experts), len(names))  # s_k, as `merge_entries` has them
+        self._changed = torch.ones(len(experts), len(names))  # s_k, as `statsmerging` has them
         module.requires_grad_(False)
         for column, (name, parameter) in enumerate(zip(names, self._parameters, strict=True)):
             parameter.requires_grad_(True)

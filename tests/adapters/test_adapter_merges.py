@@ -234,7 +234,8 @@ def test_tied_tensors_are_merged_on_an_untied_base(tmp_path, options):
     # mergekit-yaml and training merge by PEFT, which unties what is saved whole
     factors = "modules_to_save" not in options
     checked = command("check", tmp_path / "out.yml", fails=factors)
-    assert ("tied, as one tensor" in checked) == factors
+    assert "tied, as one tensor" in checked
+    assert ("merged by mergekit-yaml only" in checked) != factors
     with pytest.raises(FileError, match="tied") if factors else nullcontext():
         local_folder(f"{paths[0]}+{paths[1]}", tmp_path, False)
 
