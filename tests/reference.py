@@ -148,6 +148,7 @@ def naive_plus(
     lambda_: float = 1.0,
     coefficients: list[float] | None = None,
     table: bool = False,
+    flattening: tuple[float, float] = (0.7, 0.005),
     **known,
 ) -> Tensor:
     """`ace_plus` of one matrix, (o, i): a regression with a flatter spectrum; or of embeddings."""
@@ -163,16 +164,18 @@ def naive_plus(
     units = [delta / delta.norm() for delta in deltas]
     cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
     unlike = 1 - min(1, max(0, sum(cosines) / sum(w[s] * w[t] for s, t in pairs)))
-    return base + lambda_ * naive_flattened(whole, part, unlike)
+    return base + lambda_ * naive_flattened(whole, part, unlike, *flattening)
 
 
-def naive_flattened(whole: Tensor, part: Tensor, unlike: float = 1.0) -> Tensor:
-    """X / ‖X‖ + 0.7 α F / ‖F‖ in the size of X, and what is as linear in a part of it."""
+def naive_flattened(
+    whole: Tensor, part: Tensor, unlike: float = 1.0, strength: float = 0.7, ridge: float = 0.005
+) -> Tensor:
+    """X / ‖X‖ + f α F / ‖F‖ in the size of X, and what is as linear in a part of it."""
     turned = whole.shape[0] >= whole.shape[1]
     whole, part = (whole.T, part.T) if turned else (whole, part)
     left, values, _ = torch.linalg.svd(whole, full_matrices=False)
-    factors = 1 / (values**2 + 0.005 * (values**4).sum() / (values**2).sum())
-    share = 0.7 * unlike * whole.norm() / (values * factors).norm()
+    factors = 1 / (values**2 + ridge * (values**4).sum() / (values**2).sum())
+    share = strength * unlike * whole.norm() / (values * factors).norm()
     found = part + share * (left * factors) @ left.T @ part
     flat = values + share * values * factors
     found = found * whole.norm() / flat.norm()

@@ -10,7 +10,7 @@ import torch
 from matrices import family
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
-from reference import task_vector_error
+from reference import naive_plus, task_vector_error
 from torch import Tensor
 
 METHODS = pytest.mark.parametrize("method", ["ace", "ace_plus"])
@@ -36,7 +36,11 @@ def members(rng: torch.Generator, shape: tuple[int, int] = (24, 40)) -> list[Ten
 def test_outputs_are_the_inputs_of_the_transposes(rng, method, given, shape):
     tensors = members(rng, shape)
     got = merge(method, tensors, side="outputs", **given)
-    wanted = merge(method, [tensor.mT.contiguous() for tensor in tensors], **given).mT
+    turned = [tensor.mT.contiguous() for tensor in tensors]
+    wanted = merge(method, turned, **given).mT
+    if method == "ace_plus":  # which flattens more there
+        flattening = {"lambda_": given["lambda"], "flattening": (4.0, 0.05)}
+        wanted = naive_plus(turned[0], turned[1:], given["weight"], **flattening).mT
     assert task_vector_error(got, wanted, tensors[0]) <= 1e-9
     assert task_vector_error(got, merge(method, tensors, **given), tensors[0]) >= 0.01
 

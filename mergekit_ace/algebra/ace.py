@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import blocks, full_precision, orthogonal_sum
 from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -60,6 +61,7 @@ class PlusOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
+    flattening: ClassVar[tuple[float, float]] = FLATTENING  # of the spectrum of `ace_plus`
 
     scale: Factor = Field(
         default=1.0, alias="lambda", description="Scale λ; the result is W0 + λ X."
@@ -72,6 +74,12 @@ class PlusOptions(BaseModel):
     def dtype(self) -> torch.dtype:
         """``compute_dtype`` as torch's."""
         return torch.float64 if self.compute_dtype == "float64" else torch.float32
+
+
+class AdapterOptions(PlusOptions):
+    """What may be chosen where `ace_plus` merges adapters, read as (i, o) by their outputs."""
+
+    flattening = FLATTENING_OF_ADAPTERS
 
 
 class AceOptions(PlusOptions):
@@ -197,8 +205,8 @@ def _merge_plus(
     else:
         problem = _regression(base, active, options, measured, normalized=True)
         if not embeddings:
-            turned = active.shape[0] < active.shape[1]
-            problem = replace(problem, sizes=active.tau, turned=turned)
+            turned, flattening = active.shape[0] < active.shape[1], options.flattening
+            problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
         known = {"mix": measured.mix} if problem.measured else {}
         merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)
     if embeddings:

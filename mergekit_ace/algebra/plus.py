@@ -16,26 +16,34 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_vector, factorize, product, solve
 
-# ‖F‖ / ‖X‖ where experts have nothing in common.
-FLATTENED = 0.7
-# c in units of ‖XXᵀ‖² / tr(XXᵀ), a mean of σ² that is weighted by σ².
-FLATTENING_RIDGE = 0.005
+# ‖F‖ / ‖X‖ where experts have nothing in common, and c in units of ‖XXᵀ‖² / tr(XXᵀ), a mean of σ²
+# that is weighted by σ².
+FLATTENING = (0.7, 0.005)
+# Of adapters, whose one or two strong directions answer to inputs of any task.
+FLATTENING_OF_ADAPTERS = (4.0, 0.05)
 
 
-def flatten_spectrum(whole: Tensor, part: Tensor, unlikeness: Tensor, turned: bool) -> Tensor:
+def flatten_spectrum(
+    whole: Tensor,
+    part: Tensor,
+    unlikeness: Tensor,
+    turned: bool,
+    flattening: tuple[float, float] = FLATTENING,
+) -> Tensor:
     """Return what takes the place of X, (o, i), or of a part of it: what parts give adds up.
 
-    Of X it is X / ‖X‖ + 0.7 α F / ‖F‖ in the size of X, with F = X (XᵀX + c I)⁻¹ and α, how unlike
-    experts are. `turned` puts (XXᵀ + c I)⁻¹ on the other side, which of a part is not the same.
+    Of X it is X / ‖X‖ + f α F / ‖F‖ in the size of X, with F = X (XᵀX + c I)⁻¹ and α, how unlike
+    experts are; `flattening` is f, and c as a share. `turned` puts (XXᵀ + c I)⁻¹ on the other side,
+    which of a part is not the same.
     """
+    strength, ridge = flattening
     size = _nonzero(torch.linalg.vector_norm(whole))
     unit = (whole.mT if turned else whole) / size
     square = product(unit.mT, unit)
-    ridge = FLATTENING_RIDGE * torch.linalg.vector_norm(square).square()
-    square.diagonal().add_(_nonzero(ridge))
+    square.diagonal().add_(_nonzero(ridge * torch.linalg.vector_norm(square).square()))
     lower, _ = factorize(square)
     flat = solve(unit.clone(memory_format=torch.contiguous_format), lower)
-    share = FLATTENED * unlikeness / _nonzero(torch.linalg.vector_norm(flat))
+    share = strength * unlikeness / _nonzero(torch.linalg.vector_norm(flat))
     scale = size / _nonzero(torch.linalg.vector_norm(flat.mul_(share).add_(unit)))
     if part is not whole:
         own = (part.mT if turned else part).div(size).contiguous()

@@ -29,7 +29,7 @@ from mergekit_ace.algebra.linalg import (
     product,
     solve,
 )
-from mergekit_ace.algebra.plus import flatten_spectrum, measure_unlikeness
+from mergekit_ace.algebra.plus import FLATTENING, flatten_spectrum, measure_unlikeness
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     IllConditionedError,
@@ -116,6 +116,7 @@ class Regression:
     rank: int = 0  # k of the refinement, 0 without
     refinement: float = 1.0  # its coefficient
     sizes: Sequence[float] = ()  # τ_t, where the spectrum of X is flattened, as of `ace_plus`
+    flattening: tuple[float, float] = FLATTENING
     turned: bool = False  # whether by XXᵀ, which is smaller than XᵀX, of the matrix, not of a core
 
     def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +226,7 @@ def _closed_form(
     if problem.sizes:
         stacks = map(vectors.block, vectors.blocks)
         unlikeness = measure_unlikeness(stacks, problem.sizes, problem.shares())
-        merged = flatten_spectrum(whole, merged, unlikeness, problem.turned)
+        merged = flatten_spectrum(whole, merged, unlikeness, problem.turned, problem.flattening)
     return merged, numbers
 
 

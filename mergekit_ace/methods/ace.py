@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mergekit_ace.algebra.ace import LONGEST, RIDGE, AceOptions, PlusOptions, merge_tensor
+from mergekit_ace.algebra.ace import (
+    LONGEST,
+    RIDGE,
+    AceOptions,
+    AdapterOptions,
+    PlusOptions,
+    merge_tensor,
+)
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.ridge import LARGEST_STACK, MeasuredInputs
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
@@ -52,9 +59,11 @@ class RidgeMethod(TaskVectorMethod):
         measured = lookup.inputs(base.shape, mix) if lookup else MeasuredInputs()
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
-        given = weights, self.options(settings), read.layout, settings.coefficients
+        options, side = self.options(settings), "inputs" if read is settings else "outputs"
+        if side == "outputs" and type(options) is PlusOptions:
+            options = AdapterOptions.model_validate(options.model_dump())
+        given = weights, options, read.layout, settings.coefficients
         merged, record = merge_tensor(base, experts, *given, space=read.space, measured=measured)
-        side = "inputs" if read is settings else "outputs"
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
         record = replace(record, matrices=tuple(solved))
         if record.layout == read.layout:  # and not averaged after all
