@@ -61,7 +61,7 @@ class PlusOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     refines: ClassVar[bool] = False  # whether a refinement may follow the closed form
-    flattening: ClassVar[tuple[float, float]] = FLATTENING  # of the spectrum of `ace_plus`
+    of_adapters: ClassVar[bool] = False  # which `ace_plus` flattens more
 
     scale: Factor = Field(
         default=1.0, alias="lambda", description="Scale λ; the result is W0 + λ X."
@@ -79,7 +79,7 @@ class PlusOptions(BaseModel):
 class AdapterOptions(PlusOptions):
     """What may be chosen where `ace_plus` merges adapters, read as (i, o) by their outputs."""
 
-    flattening = FLATTENING_OF_ADAPTERS
+    of_adapters = True
 
 
 class AceOptions(PlusOptions):
@@ -205,7 +205,10 @@ def _merge_plus(
     else:
         problem = _regression(base, active, options, measured, normalized=True)
         if not embeddings:
-            turned, flattening = active.shape[0] < active.shape[1], options.flattening
+            turned, flattening = active.shape[0] < active.shape[1], FLATTENING
+            if options.of_adapters:  # T − 1 others, or fewer where some weights are small
+                others = len(active.weights) ** 2 / sum(w * w for w in active.weights) - 1
+                flattening = FLATTENING_OF_ADAPTERS[0] * others, FLATTENING_OF_ADAPTERS[1]
             problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
         known = {"mix": measured.mix} if problem.measured else {}
         merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)

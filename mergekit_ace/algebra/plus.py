@@ -19,8 +19,9 @@ from mergekit_ace.algebra.linalg import as_vector, factorize, product, solve
 # ‖F‖ / ‖X‖ where experts have nothing in common, and c in units of ‖XXᵀ‖² / tr(XXᵀ), a mean of σ²
 # that is weighted by σ².
 FLATTENING = (0.7, 0.005)
-# Of adapters, whose one or two strong directions answer to inputs of any task.
-FLATTENING_OF_ADAPTERS = (4.0, 0.05)
+# Of adapters, for each other expert. The strongest direction of an adapter answers to inputs of any
+# task, so that the sum of these is what makes a merge forget.
+FLATTENING_OF_ADAPTERS = (0.7, 0.05)
 
 
 def flatten_spectrum(
