@@ -43,7 +43,6 @@ RECOMMENDED = {  # where the table of methods says what to take for a family of 
     "smollm 40 steps": "language model |",
     "smollm-control": "language model |",
     "smollm-lora": "LoRA adapters",
-    "smollm-lora-fast": "LoRA adapters",
     "images": "image classifiers",
 }
 
