@@ -29,7 +29,7 @@ def flatten_spectrum(
     part: Tensor,
     unlikeness: Tensor,
     turned: bool,
-    flattening: tuple[float, float] = FLATTENING,
+    flattening: tuple[float, float],
 ) -> Tensor:
     """Return what takes the place of X, (o, i), or of a part of it: what parts give adds up.
 

@@ -184,7 +184,7 @@ class ActMatMerge(MatrixMethod):
     """ACTMat: the regression on unscaled estimates of covariances, G_t = Δ_tᵀΔ_t, with no ridge."""
 
     spec = method_spec("actmat", "ACTMat", "https://arxiv.org/abs/2604.01329", (LAMBDA, LAYOUT))
-    summary = "Solves `ace`'s regression on unscaled covariances, by a pseudoinverse for a ridge."
+    summary = "Solves `ace`'s regression on unscaled covariances, with no ridge."
     whole = True
     products = 2.0
 
