@@ -168,8 +168,7 @@ class Images(Family):
         return losses
 
     def training_config(self, samples: int) -> dict[str, Any]:
-        held_out = samples // 10
-        models = []
+        held_out, models = samples // 10, []
         for task, folder in self.experts.items():
             data = self.folder / "data" / task
             if not data.exists():

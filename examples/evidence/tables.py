@@ -79,10 +79,7 @@ def compared(families: dict[str, dict[str, list[Result]]], wanted: Iterable[str]
     names = [name for name in wanted if name in families]
     methods = list(dict.fromkeys(method for name in names for method in families[name]))
     columns = [
-        {
-            method: pool([one["at_budget"] for one in seeds])
-            for method, seeds in families[name].items()
-        }
+        {key: pool([one["at_budget"] for one in seeds]) for key, seeds in families[name].items()}
         for name in names
     ]
     rows = []
