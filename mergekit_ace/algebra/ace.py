@@ -265,7 +265,7 @@ def _regression(
     measured: MeasuredInputs,
     normalized: bool,
 ) -> Regression:
-    """Return the regression of one matrix (Eqs. 8-13), of those experts that have an estimate."""
+    """Return the regression of one matrix and its ridges (Eqs. 8-13), of experts with estimates."""
     for version in (base, *active.experts):
         if not version.is_floating_point():
             raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
