@@ -27,8 +27,9 @@ def checked(config: dict) -> Preflight:
 
 
 def test_what_a_merge_takes(paths):
-    def estimate(method: str, **parameters) -> MergeEstimate:
-        result = checked(ace_config(paths, merge_method=method, parameters=parameters))
+    def estimate(method: str, shard: int = 10**9, **parameters) -> MergeEstimate:
+        config = write_config(ace_config(paths, merge_method=method, parameters=parameters))
+        result = check_merge(config, MergeOptions(out_shard_size=shard))
         assert not result.findings
         return estimate_merge(result.plan, result.checkpoints)
 
@@ -37,6 +38,8 @@ def test_what_a_merge_takes(paths):
     assert (ace.read, ace.written) == (3 * whole, whole)
     assert 7e8 + 5 * max(t.nbytes for t in tensors) < ace.memory < 1e9 + 10 * whole
     assert ace.device_memory is None
+    held = [ace.memory - estimate("ace", shard=size).memory for size in (1, whole // 2)]
+    assert 0 < held[1] < held[0] < whole, "a shard is in memory until it is written"
     ties = estimate("ties", weight=0.5, density=0.5)
     work = [each.operations for each in (ties, estimate("ace_plus"), ace)]
     assert work == sorted(set(work))
