@@ -78,8 +78,9 @@ _REWEIGHTED = (
 class UniqueKeyLoader(yaml.SafeLoader):
     """Reads YAML, and refuses a key that stands twice in one mapping."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Raise a `YAMLError` for a key of which YAML would take the last value."""
+        node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
@@ -89,7 +90,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
                     "remove one of them"
                 )
             lines[name] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def read_yaml(path: Path) -> tuple[Any, str]:

@@ -39,7 +39,7 @@ from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, sweep
 from mergekit_ace.naming import in_bytes, is_counter, layer_of, listed, stack_size
 
 Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
-_WHOLE_NUMBERS = ("int64", "int32", "bool")  # dtypes of counters and masks, which are not merged
+_WHOLE_NUMBERS = ("int64",)  # dtypes of counters that mergekit reads, which are not merged
 _VOCABULARY = re.compile(r"embed|head|wte")
 _PROCESS = 700_000_000  # bytes: python with torch, transformers and mergekit
 
@@ -240,7 +240,8 @@ class HeaderPlanner(MergePlanner):
         Whole numbers, what no expert has, and heads of classifiers with other numbers of labels
         than the base's are the base's.
         """
-        weights = dict(zip(models, weights_in, strict=True))
+        models = models[: len(weights_in)]  # heads go by the first of slices, which may have more
+        weights = dict(zip(models, weights_in, strict=False))
         if weight.optional and not any(map(_is_stored, models, weights_in)):
             return
         headers = _stored_headers(weights, self.checkpoints)
@@ -468,12 +469,13 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
         working = work.working + 4 * header.entries  # with the result in float32
-        shard = shard if shard + output <= plan.options.out_shard_size else 0
+        shard = 0 if 0 < plan.options.out_shard_size < shard + output else shard
         most = max(most, shard + inputs + output + (0 if on_device else working))
         shard += output
         most_on_device = max(most_on_device, inputs + working)
         operations += work.operations
-        read += sum(one.bytes for one in headers.values())
+        # adapters share a base, which is read once
+        read += sum(one.bytes for one in {m.model: h for m, h in headers.items()}.values())
         written += output
     device = most_on_device if on_device else None
     return MergeEstimate(operations, _PROCESS + most, device, read, written)

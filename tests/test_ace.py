@@ -192,7 +192,6 @@ MATRIX, NAN = torch.eye(3), torch.full((3, 3), float("nan"))
     ("experts", "given", "error", "message"),
     [
         ([], {}, ValueError, "give at least one expert"),
-        ([2 * MATRIX.int(), MATRIX.int() + 1], {}, TypeError, r"a matrix of torch\.int32 is no"),
         ([MATRIX, MATRIX[:2]], {}, ValueError, r"expert 1 has the shape \(2, 3\), but the base"),
         ([MATRIX + 1, NAN], {}, ValueError, "expert 1 contains NaN or Inf"),
         ([MATRIX + 1], {"weights": [1.0, 2.0]}, ValueError, r"1 experts, and the weights \[1"),

@@ -214,7 +214,7 @@ def test_flags_of_mergekit(tmp_path, mergekit_yaml, method, flags):
 
 
 @pytest.mark.parametrize(
-    ("options", "more"), [(AceOptions(), 0), (AceOptions(**REFINED), 45), (PlusOptions(), 25)]
+    ("options", "more"), [(AceOptions(), 0), (AceOptions(**REFINED), 48), (PlusOptions(), 25)]
 )
 @pytest.mark.parametrize("count", [3, 8])
 @pytest.mark.parametrize("shape", [(48, 380), (90, 80), (200, 60), (60, 150)])

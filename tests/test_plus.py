@@ -40,6 +40,16 @@ def test_matrices(rng, shape, weights, scales, coefficients):
         assert task_vector_error(merged, expected, base) <= bar
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (20, 200)])
+def test_experts_that_changed_a_few_rows(rng, shape):
+    """As of tokens that they added; the error of X is measured where there is one."""
+    base, experts = family(rng, *shape, 3)
+    for expert in experts:
+        expert[:-5] = base[:-5]
+    expected = naive_plus(base, experts)
+    assert task_vector_error(plus(base, experts, dtype="float32")[0], expected, base) <= 2e-4
+
+
 def test_experts_that_share_neither_inputs_nor_outputs_are_both_kept(rng):
     base = torch.zeros(20, 16, dtype=torch.float64)
     one, other = base.clone(), base.clone()

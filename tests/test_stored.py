@@ -85,7 +85,7 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
             stored[name] = tensor.bfloat16()
             if not name.endswith("_proj.weight"):
                 continue
-            down, right = (16, 16) if kind == "fp8" else (1, tensor.shape[1])
+            down, right = (1, tensor.shape[1]) if kind == "compressed-tensors" else (16, 16)
             shape = -(-tensor.shape[0] // down), -(-tensor.shape[1] // right)
             scale = 0.001 + torch.rand(shape, generator=rng)
             spread = scale.repeat_interleave(down, 0).repeat_interleave(right, 1)
@@ -93,14 +93,20 @@ def quantise(path: str, kind: str) -> dict[str, torch.Tensor]:
             stored[name] = (tensor.bfloat16() / spread).to(torch.float8_e4m3fn)
             values[name] = (stored[name].float() * spread).bfloat16().float()
             stored[name + ("_scale_inv" if kind == "fp8" else "_scale")] = scale
+            if kind == "fp8":
+                stored[name.replace("weight", "activation_scale")] = torch.ones(())
 
     rewrite(path, change)
     more = {"weight_block_size": [16, 16]} if kind == "fp8" else {"format": "float-quantized"}
+    if kind == "blocks":
+        more["config_groups"] = {"group_0": {"weights": {"block_structure": [16, 16]}}}
     configure(path, quantization_config={"quant_method": kind, **more})
     return values
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("fp8", 2), ("compressed-tensors", 1)])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("fp8", 2), ("compressed-tensors", 1), ("blocks", 1)]
+)
 def test_quantised_models_are_dequantised(tmp_path, kind, workers):
     torch.manual_seed(0)
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**TEXT | {"intermediate_size": 40}))

@@ -266,9 +266,6 @@ def _regression(
     normalized: bool,
 ) -> Regression:
     """Return the regression of one matrix and its ridges (Eqs. 8-13), of experts with estimates."""
-    for version in (base, *active.experts):
-        if not version.is_floating_point():
-            raise TypeError(f"a matrix of {version.dtype} is no weight; convert it to float32")
     ace = options if isinstance(options, AceOptions) else None
     unit, epsilon = (ace.epsilon_scale, ace.epsilon) if ace else ("spectrum", None)
     if epsilon is None:

@@ -76,9 +76,10 @@ class MeasuredCovariance:
 
     def matrix(self, like: Tensor) -> Tensor:
         """Return M_t, (i, i), in the dtype of a tensor, where that is."""
-        places = torch.tril_indices(self.columns, self.columns, device="cpu")
         lower = torch.zeros(self.columns, self.columns, dtype=like.dtype, device="cpu")
-        lower[places[0], places[1]] = self.packed.to("cpu", like.dtype)
+        rows = self.packed.to("cpu", like.dtype).split([*range(1, self.columns + 1)])
+        for number, row in enumerate(rows):
+            lower[number, : len(row)] = row
         full = (lower + lower.tril(-1).mT).mul_(self.off_diagonal)
         full.diagonal().copy_(lower.diagonal())
         return full.to(like.device)
@@ -154,7 +155,7 @@ class CentredVectors:
             if self.whole is not None:
                 self.whole -= self.means[:, None]
 
-    def block(self, rows: slice, part: slice = slice(None)) -> Tensor:
+    def block(self, rows: slice | Tensor, part: slice = slice(None)) -> Tensor:
         """Return the C_t of some rows, and of some experts; a view where all are in memory."""
         if self.whole is not None:
             return self.whole[part, rows]
@@ -285,7 +286,7 @@ def _solve_primal(
         stack = vectors.block(block)
         merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
         merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
-    sampled = slice(None, None, max(1, rows // PROBED_ROWS))
+    sampled = _largest_rows(merged)
     stack, probed = vectors.block(sampled), merged[sampled]
     away = probed - (stack if plain else stack * factors[:, None, None])
     wrong = torch.tensordot(shared, away, dims=1) * ridge
@@ -380,7 +381,7 @@ def _solve_dual(
         if problem.ridged_mean:
             residual.sub_((whole.mean(dim=0) + means.mean(dim=0)).mul_(ridge))
     system.diagonal().add_(ridge)
-    sampled = slice(None, None, max(1, rows // PROBED_ROWS))
+    sampled = _largest_rows(combined)
     wished = combined[sampled].clone()
     lower, failed = factorize(system)
     mixing = solve(combined, lower)
@@ -393,6 +394,12 @@ def _solve_dual(
         common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
         _add_prior_(merged, common)
     return merged, residual, [*numbers, failed.to(merged)]
+
+
+def _largest_rows(matrix: Tensor) -> Tensor:
+    """Return which rows the error is measured by: what no expert has changed has none."""
+    sizes = torch.linalg.vector_norm(matrix, dim=1)
+    return sizes.topk(min(PROBED_ROWS, len(sizes))).indices
 
 
 def _error_numbers(
@@ -427,7 +434,7 @@ def _refine(
     of the experts is left out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
-    squares = gram(wide.double())
+    squares = gram(wide.double()).nan_to_num_()  # of a singular A, which its error tells
     values, directions = leading_eigenpairs(squares, min(problem.rank, len(squares)))
     sigma = values.clamp(min=0).sqrt()
     strength = sigma.sum() / problem.rank  # of a core, which may have fewer directions than k

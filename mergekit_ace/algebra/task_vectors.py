@@ -163,10 +163,8 @@ def select_active(
             if not version.isfinite().all():
                 raise ValueError(f"{name} contains NaN or Inf")
         if tau[t] == math.inf or not task_vector(expert, base, dtype).isfinite().all():
-            raise OverflowError(
-                f"the task vector of expert {t} overflows {dtype}; compute_dtype: float64 has room "
-                "for more"
-            )
+            said = f"the task vector of expert {t} overflows {dtype}; compute_dtype: float64"
+            raise OverflowError(f"{said}, where the method has it, holds more")
     changed = tuple(
         int(value > 0 and not is_base_rounded(expert, base, value, size))
         for expert, value in zip(experts, tau, strict=True)
@@ -227,7 +225,9 @@ def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bo
         info = torch.finfo(grid)
         if tau > size * info.eps**2 + base.numel() * (info.tiny * info.eps) ** 2:
             continue
-        if torch.equal(base.to(grid).double(), expert.double()):
+        origin, version = as_rows(base), as_rows(expert)
+        parts = blocks(len(origin), origin.shape[1], base.device)  # the first tells most others
+        if all(torch.equal(origin[p].to(grid).double(), version[p].double()) for p in parts):
             return True
     return False
 

@@ -337,11 +337,12 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
             message = f"the tokenizer of {model} is damaged: tokenizer.json cannot be read"
             yield Finding.error(message, "download or save it again")
     aligned = bool(config.tokenizer or config.tokenizer_source)
-    if aligned and not _has_tokenizer(checkpoints[base]):
-        yield Finding.error(
-            f"tokenizer: the base model {base} has no tokenizer to begin with",
-            "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
-        )
+    for model in dict.fromkeys([base, tokenizer_donor(config)]) if aligned else ():
+        if not _has_tokenizer(checkpoints.get(model) or Checkpoint(model, None, {})):
+            yield Finding.error(
+                f"tokenizer: {model} has no tokenizer to begin with",
+                "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
+            )
     first = base if tokens[base] else next((m for m in tokens if tokens[m]), base)
     known, numbers = tokens[first], {number: token for token, number in tokens[first].items()}
     for model, own in tokens.items() if config.base_model and not aligned else ():
@@ -390,7 +391,7 @@ def _check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -
     for tensor in tensors:
         headers, output = tensor.headers(checkpoints), tensor.task.output_weight
         dtypes = {header.dtype for header in headers.values()}
-        copied = len(dtypes) == 1 and dtypes <= {"I64", "I32", "BOOL"}
+        copied = len(dtypes) == 1 and dtypes <= {"I64"}
         aligned = tensor.task.gather_tensors is not tensor.gather  # rows, by their tokens
         first = next((headers[m] for m in (tensor.base, *headers) if m in headers), None)
         for model, weight in tensor.weights.items():

@@ -16,7 +16,8 @@ from mergekit.io import LazyTensorLoader
 from torch import Tensor
 
 _FP8_SCALES = ("_scale_inv", "_scale")  # behind the name of a weight
-_OF_INPUTS = (".input_scale", ".output_scale", ".k_scale", ".v_scale")  # of no use to a weight
+# of no use to a weight
+_OF_INPUTS = (".input_scale", ".output_scale", "activation_scale", ".k_scale", ".v_scale")
 _BLOCK = 32  # entries of MXFP4 with one scale
 
 
@@ -83,7 +84,9 @@ def find_quantisation(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Q
     else:
         return None
     sources = {name: (codes, scales) for name, codes, scales in pairs if scales in stored}
-    block = settings.get("weight_block_size")
+    groups = (settings.get("config_groups") or {}).values()  # of compressed-tensors
+    named = (group.get("weights", {}).get("block_structure") for group in groups)
+    block = settings.get("weight_block_size") or next(filter(None, named), None)
     return Quantisation(method, tuple(block) if block else None, sources) if sources else None
 
 

@@ -52,7 +52,9 @@ SCRATCH_FOLDER = ".merging"
 _INDEX = INDEX_FILES[0]
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
 _MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_WEIGHTS = (
+    "model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors", "adapter_config.json"
+)  # fmt: skip
 
 
 def say(plan: PlannedMerge, text: str) -> None:
@@ -154,9 +156,9 @@ class OutputFolder:
         source = tokens.source if tokens else plan.config.tokenizer_source
         # mergekit numbers the new tokens of a joint tokenizer in another order in every run
         if source == "union" and not manifest.complete:
-            manifest.files.clear()
+            manifest.files = {name: manifest.files[name] for name in edited}
             say(plan, "a merge with a joint tokenizer (`source: union`) begins anew")
-            return set()
+            return edited
         finished = len(sizes.keys() & manifest.files.keys())
         say(plan, f"{finished} of {len(shards)} shards are finished and kept")
         return edited

@@ -19,7 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.merge import use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.files.checkpoints import Checkpoints, open_quantised
+from mergekit_ace.files.checkpoints import Checkpoints, open_quantised, tokenizer_donor
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
@@ -76,7 +76,9 @@ def input_files(plan: PlannedMerge) -> set[Path]:
     models = plan.config.referenced_models()
     folders = {Path(LoaderCache().get(model).index.base_path) for model in models}
     folders |= {adapter_folder(model.lora) for model in models if model.lora}
-    files = (path for folder in folders for path in folder.iterdir())
+    donor = Path(tokenizer_donor(plan.config).model.path)
+    folders |= {donor} if donor.is_dir() else set()
+    files = (path for folder in folders for path in folder.iterdir() if path.name[0] != ".")
     named = (Path(path).expanduser() for path in plan.named_paths(*FILE_PARAMETERS))
     return {*folders, *files, *named}
 

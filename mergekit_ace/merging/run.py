@@ -72,6 +72,10 @@ def run_shards(
         folder = OutputFolder(path, known or Manifest(identity=identity))
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
         tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None
+        if tokenizer:  # mergekit forgets the tokens that a model's table has no row of
+            numbers = dict.fromkeys(tokenizer.tokenizer.get_vocab().values(), -1)
+            for model, rows in tokenizer.permutations.items():
+                tokenizer.permutations[model] = {**numbers, **rows}
         shards = divide_into_shards(plan, checkpoints, tokenizer)
         edited = folder.find_finished(plan, shards) if known else set()
         todo = [shard for shard in shards if shard.file not in folder.manifest.files]

@@ -82,7 +82,7 @@ def divide_into_shards(
     held = 0
     for name, save in plan.saves.items():
         size = _output_size(save, checkpoints, rows)
-        if not groups or held + size > plan.options.out_shard_size:
+        if not groups or 0 < plan.options.out_shard_size < held + size:
             groups.append({})
             held = 0
         groups[-1][name] = size

@@ -33,7 +33,7 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.coefficients import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import INPUTS, LAYOUT, SIDE, WEIGHT, option_parameters
 
-_OF_INPUTS = ("coefficients", "covariances")  # files that belong to covariances of inputs
+_OF_INPUTS = ("coefficients", "covariances")  # files that by default belong to those of inputs
 # A flatness of Σ S_t: 0.78 in the median after Muon, 0.10 after AdamW (the judge's llama families).
 WHITENED = 0.5
 SMALLEST = 128  # columns of a matrix whose covariance is worth a word
@@ -86,11 +86,9 @@ class RidgeMethod(TaskVectorMethod):
 
     def check_settings(self, settings: TensorSettings) -> None:
         given = [name for name in _OF_INPUTS if settings.parameters.get(name) is not None]
-        if given and settings.parameters.get("side") == "outputs":
-            raise ValueError(
-                f"{self.spec.name}: `{given[0]}` belongs to covariances of inputs; leave it out, "
-                "or side: outputs"
-            )
+        if "covariances" in given and settings.parameters.get("side") == "outputs":
+            said = f"{self.spec.name}: `covariances` holds those of inputs"
+            raise ValueError(f"{said}; leave it out, or side: outputs")
         if len(given) > 1:
             raise ValueError(
                 f"{self.spec.name}: the coefficients were learned for a merge with estimated "

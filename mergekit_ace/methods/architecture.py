@@ -39,12 +39,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.algebra.task_vectors import (
-    FixedLayout,
-    StoredKind,
-    TableLayout,
-    resolve_layout,
-)
+from mergekit_ace.algebra.task_vectors import FixedLayout, StoredKind, TableLayout, resolve_layout
 from mergekit_ace.files.checkpoints import names_of, read_file_header
 from mergekit_ace.naming import natural_order, without_numbers
 

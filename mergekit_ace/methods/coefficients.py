@@ -30,7 +30,7 @@ from mergekit_ace.files.statistics import (
     find_expert,
     load_statistics,
 )
-from mergekit_ace.methods.architecture import tensor_names
+from mergekit_ace.methods.architecture import stored_layout, tensor_names
 from mergekit_ace.methods.base import TensorSettings, describe
 from mergekit_ace.naming import ConfigError, FileError, listed, relative_depths
 
@@ -150,8 +150,10 @@ def component_coefficients(method: str, options: BaseModel, tensor: TensorSettin
     """
     path = tensor.parameters["coefficients"]
     contents, coefficients = load_coefficients(path).contents, file_coefficients(method, tensor)
-    given = {**options.model_dump(mode="json"), "layout": tensor.parameters["layout"]}
-    learned = {**contents.parameters, "layout": "auto"}
+    side = "outputs" if tensor.parameters.get("side") == "outputs" else "inputs"
+    more = {"layout": tensor.parameters["layout"], "side": side}
+    given = {**options.model_dump(mode="json"), **more}
+    learned = {"side": "inputs", **contents.parameters, "layout": "auto"}
     odd = [f"{n}: {given.get(n)} instead of {v}" for n, v in learned.items() if given.get(n) != v]
     start = f"{method}: the coefficients in {path} were learned for"
     if len(contents.experts) != len(tensor.experts):
@@ -182,8 +184,6 @@ def file_coefficients(method: str, tensor: TensorSettings) -> list[float]:
             f"merge_method: {own}, or train with another `basis`"
         )
     rows = _find_experts(tensor, contents.experts, f"{method}: {path}")
-    if len(set(rows)) != len(rows):
-        raise ConfigError(f"{method}: two experts have the same row of {path}; correct a `task:`")
     rows += range(len(contents.experts), contents.rows)
     if name in contents.frozen:
         return [0.0] * len(rows)
@@ -214,6 +214,8 @@ def _find_experts(tensor: TensorSettings, known: Sequence[Expert], where: str) -
                 f"{where} holds nothing of {named}. It holds {held}; name one of them as `task:` "
                 "under the parameters of a checkpoint that has moved"
             )
+        if number in found:
+            raise ConfigError(f"{where}: two experts have the same row; correct a `task:`")
         found.append(number)
     return found
 
@@ -291,6 +293,10 @@ class MeasuredLookup:
         layout, name = self._settings.layout, self._tensor.inputs
         if name is None or len(shape) != 2 or layout not in ("matrix", "transposed"):
             return MeasuredInputs(mix=mix)
+        stored = stored_layout("auto", self._settings.base, self._settings.name, 2)
+        if (layout, stored) == ("matrix", "transposed"):
+            said = f"covariances are of inputs, and {describe(self._settings.name)} is stored as"
+            raise ConfigError(f"{self._start}: {said} (in, out); leave out `layout: matrix`")
         columns = shape[1] if layout == "matrix" else shape[0]
         packed = self._read(f"covariance/{name}", (columns * (columns + 1) // 2,))
         return MeasuredInputs(tuple(MeasuredCovariance(one, columns) for one in packed), mix)

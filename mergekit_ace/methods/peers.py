@@ -37,6 +37,7 @@ from mergekit_ace.algebra.task_vectors import (
     Positive,
     Ridge,
     by_layout,
+    form_stack,
     rounding_floors,
     select_active,
     task_vector,
@@ -286,17 +287,20 @@ class ConsensusMerge(TaskVectorMethod):
         select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
 
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            total = torch.zeros_like(base, dtype=active.dtype)
-            for expert in active.experts:
-                total += task_vector(expert, base, active.dtype)
-            votes = torch.zeros_like(base, dtype=torch.int16)
-            for expert in active.experts:
-                delta = task_vector(expert, base, active.dtype)
-                votes += delta.abs() > (total - delta).abs_().mul_(threshold)
-            selected = votes >= least
-            share = float(selected.count_nonzero()) / max(1, base.numel())
-            record = active.record(self.spec.name, selected=share)
-            return total.mul_(selected).mul_(scale).add_(base), record
+            merged = torch.empty_like(
+                base, dtype=active.dtype, memory_format=torch.contiguous_format
+            )
+            merged, selected = merged.copy_(base), 0
+            origin, *versions = map(as_rows, (base, *active.experts))
+            for rows in blocks(len(origin), len(versions) * origin.shape[1], base.device):
+                stack = form_stack(origin[rows], [one[rows] for one in versions], active.dtype)
+                total = stack.sum(dim=0)
+                votes = stack.abs() > (total - stack).abs_().mul_(threshold)
+                chosen = votes.sum(dim=0) >= least
+                as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
+                selected = selected + chosen.count_nonzero()
+            share = float(selected) / max(1, base.numel())
+            return merged, active.record(self.spec.name, selected=share)
 
         return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
 

@@ -85,7 +85,6 @@ class _Search:
 
     def claim(self, overwrite: bool) -> None:
         """Open the study, and find that it is one of the same settings and files."""
-
         for path in self.out.iterdir() if overwrite else ():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -191,7 +190,6 @@ class _Search:
 
     def _fail_killed(self) -> None:
         """Give up the trials whose processes were killed, so that others take their places."""
-
         for one in self._trials("RUNNING"):
             worker = one.user_attrs.get("worker", "")  # none if it was killed as it asked
             with suppress(Timeout), FileLock(self._lock_of(worker), timeout=0):
@@ -199,7 +197,6 @@ class _Search:
 
     def _ask(self) -> Any:
         """Return a new trial with its parameters if one is wanted, at first plain merges."""
-
         begun = self._trials("COMPLETE", "PRUNED", "RUNNING")
         if len(begun) >= self.config.trials:
             return None
@@ -228,7 +225,6 @@ class _Search:
         return trial
 
     def _run(self, trial: Any) -> None:
-
         try:
             self._set(trial.params)
             found = self.measure("few")

@@ -63,11 +63,13 @@ class SearchedMerge:
             mistake = "a search needs `base_model:` and a list of `models:`"
         elif os.path.realpath(str(config.base_model)) != os.path.realpath(base_model):
             mistake = f"its base model is {config.base_model}, and that of the score {base_model}"
-        self.experts, self._places = list[str](), list[int]()
+        self.experts, self._places, self._side = list[str](), list[int](), "inputs"
         if space.weight is not None and self.method in (*COMPONENTS, "task_arithmetic"):
             models = {n: one for n, one in enumerate(config.models or ())
                       if one.model != config.base_model}  # fmt: skip
             self._places, self.experts = [*models], [str(one.model) for one in models.values()]
+            if all(one.model.lora for one in models.values()):  # as `side: auto` has it
+                self._side = "outputs"
             odd = {"coefficients", "covariances", "normalize", "side"} & parameters.keys()
             own = (one.parameters or {} for one in models.values())
             if any(not isinstance(one.get("weight", 1), int | float) for one in (parameters, *own)):
@@ -133,8 +135,7 @@ class SearchedMerge:
         content = deepcopy(self._content)
         parameters = content["parameters"] = {**(content.get("parameters") or {}), "lambda": scale}
         if self._has_components:
-            # Of adapters, too: coefficients belong to covariances of inputs.
-            parameters["side"] = "inputs"
+            parameters["side"] = self._side
             if set(weights) != {1.0}:
                 parameters["coefficients"] = str(coefficients.resolve())
                 if not coefficients.exists():  # else a merge by them would begin anew
@@ -156,6 +157,7 @@ class SearchedMerge:
             experts=tuple(Expert(task=model, model=model) for model in self.experts),
             tensors=tuple(MergedTensor(name=name, stored=(name,)) for name in self._tensors),
             basis=self.method,  # type: ignore
+            parameters={"side": self._side},
             learner=LearnerConfig(input="direct", statistics=("mean",)),
         )
         CoefficientFile(contents, coefficients, {}).save(path)

@@ -93,7 +93,8 @@ def test_through_mergekit(rng, tmp_path, method):
         ([base, *experts], "u", {}, "does not know tensor u"),
         (more, "w", {}, "holds nothing of 3"),
         (cut, "w", {}, "tensor w does not have the shape that it had"),
-        ([base, *experts], "w", {"side": "outputs"}, "belongs to covariances of inputs"),
+        ([base, *experts], "w", {"side": "outputs"}, "holds those of inputs"),
+        ([base, *experts], "w", {"task": "task0"}, "two experts have the same row"),
         (more, "w", {"covariances": fisher}, r"no covariances; add `measure: \[covariances\]`"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -90,6 +90,7 @@ ERRORS = [
     ("chat_template: \"{% for m in x %}{{ m['content'] }\"", "nor one in Jinja"),
     ("tokenizer: base", "write `tokenizer: {source: base}`"),
     ("tokenizer: {source: base}", "base has no tokenizer"),
+    ("tokenizer: {source: ./nowhere}", "nowhere has no tokenizer"),
     ("each: {weight: 0}", "the weights of all experts are 0 in every tensor"),
     ("{merge_method: linear, each: {weight: 0.5}}", "among its models; leave base_model out"),
     (f"{TIES}{{weight: 1, density: 50}}}}", "write 0.5, if it is a percentage"),

@@ -13,15 +13,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import ace_config
 from safetensors.torch import load_file, save_file
-from sharded import (
-    SHARDS,
-    command,
-    finished,
-    linear,
-    refusal,
-    save_llamas,
-    write_config,
-)
+from sharded import SHARDS, command, finished, linear, refusal, save_llamas, write_config
 
 from mergekit_ace.merging import workers
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import ace_config, tiny_llama
+from checkpoints import ace_config, save_tokenizer, tiny_llama
 from coefficient_files import make_file
 from filelock import FileLock
-from sharded import assert_same, command, contents, linear, refusal, write_config
+from sharded import VOCABULARY, assert_same, command, contents, linear, refusal, write_config
 
 from mergekit_ace.files.checkpoints import MORE_TEMPLATES
 from mergekit_ace.merging.output import LOCK_FILE, MANIFEST_FILE, SCRATCH_FOLDER
@@ -32,10 +32,13 @@ def refused(config: Path, out: Path | str) -> str:
 def test_a_model_is_not_overwritten_unasked(tmp_path, config):
     out = tmp_path / "merged"
     out.mkdir()
-    (out / "config.json").write_text("{}")
-    assert "holds a model that is none of a merge (config.json);" in refusal(config, out)
-    assert contents(out) == {"config.json": b"{}"}
+    for name in ("adapter_config.json", "embeddings.safetensors"):  # the latter is no model's
+        (out / name).write_text("{}")
+    assert "holds a model that is none of a merge (adapter_config.json);" in refusal(config, out)
+    assert {*contents(out).values()} == {b"{}"}
     command(config, out, "--overwrite")
+    assert not (out / "adapter_config.json").exists(), "transformers would load an adapter"
+    (out / "embeddings.safetensors").unlink()
     command(config, tmp_path / "again" / "merged")
     assert_same(tmp_path / "again" / "merged", out)
 
@@ -48,7 +51,7 @@ def test_a_folder_of_other_files_is_refused(here, config):
     assert "choose a new or empty folder" in text
 
 
-def test_an_input_in_the_output(tmp_path, config, llamas):
+def test_an_input_in_the_output(tmp_path, config, llamas, speakers):
     """A model that is merged, or whose files are links; coefficients; a report of its name."""
     assert "which is read, or lies in it" in refused(config, llamas[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
@@ -56,11 +59,16 @@ def test_an_input_in_the_output(tmp_path, config, llamas):
     linked.mkdir()
     for path in out.iterdir():
         (linked / path.name).symlink_to(path)
-    write_config(config, linear([llamas[0], str(linked)]))
-    assert f"{out} is or holds {out}" in refused(config, out)
+    save_tokenizer(out, VOCABULARY)
+    for settings in (
+        linear([llamas[0], str(linked)]),
+        linear(speakers, tokenizer={"source": str(out)}),
+    ):
+        write_config(config, settings)
+        assert f"{out} is or holds {out}" in refused(config, out)
     shutil.rmtree(out)
     out.mkdir()
-    file = out / "coefficients.safetensors"
+    file = out / "model-coefficients.safetensors"
     make_file(list(tiny_llama().state_dict()), llamas[1:]).save(file)
     parameters = {"coefficients": str(file)}
     write_config(config, ace_config(llamas, merge_method="statsmerging", parameters=parameters))

@@ -66,10 +66,12 @@ def test_a_tokenizer_that_is_loaded_and_saved_again(compare, speakers, flags):
     compare(linear(speakers[:1], chat_template="chatml"), *flags)
 
 
-def test_slices(compare, llamas):
+@pytest.mark.parametrize("counts", [(3, 3), (3, 2), (2, 3)])
+def test_slices(compare, llamas, counts):
+    """The head is merged of as many models as the first slice has."""
     slices = [
-        {"sources": [{"model": path, "layer_range": layers} for path in llamas]}
-        for layers in ([0, 2], [1, 2])
+        {"sources": [{"model": path, "layer_range": layers} for path in llamas[:count]]}
+        for count, layers in zip(counts, ([0, 2], [1, 2]), strict=True)
     ]
     config = {**ace_config(llamas), "slices": slices}
     del config["models"]

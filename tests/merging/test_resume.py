@@ -140,12 +140,18 @@ def test_a_kill_during_the_last_steps(merged, begun, monkeypatch, name):
 
 
 def test_a_joint_tokenizer_begins_anew(tmp_path, speakers):
-    """And says so."""
+    """And says so; what somebody has edited stays."""
     settings = ace_config(speakers, tokenizer={"source": "union"})
     config, out = write_config(tmp_path / "merge.yml", settings), tmp_path / "merged"
     begin(config, out)
     before = finished(out)
     text = command(config, out, *SHARDS)
+    (out / "README.md").write_text("By hand.")
+    (out / "config.json").unlink()
+    command(config, out, *SHARDS)
+    assert (out / "README.md").read_text() == "By hand."
+    (out / "README.md").unlink()
+    command(config, out, *SHARDS)
     assert "a merge with a joint tokenizer (`source: union`) begins anew" in text
     assert before.items().isdisjoint(finished(out).items())
     assert_same(whole(tmp_path, config), out)

@@ -15,8 +15,9 @@ import optuna
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config
+from checkpoints import ace_config, tiny_llama
 from commands import run_config
+from peft_models import train_by_chance
 from reference import task_vector_error
 from transformers import AutoModelForCausalLM
 
@@ -30,9 +31,9 @@ load = AutoModelForCausalLM.from_pretrained
 @pytest.fixture
 def merge_config(config, tmp_path):
     """Write the config of a merge by a method, and return its path."""
-    experts = [one["model"] for one in config["models"]]
 
     def write(method: str, **more) -> str:
+        experts = [one["model"] for one in config["models"]]
         merge = ace_config([config["base_model"], *experts], merge_method=method, **more)
         if method == "task_arithmetic":
             merge["models"][0]["parameters"] = {"weight": 0.8}
@@ -175,18 +176,26 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("method", "parts"),
+    ("method", "parts", "adapt"),
     [
-        ("ace", ["kind"]),
-        ("ace", ["depth"]),
-        ("ace_plus", ["depth", "kind"]),
-        ("task_arithmetic", ["depth", "kind"]),
-        ("tsv_m", ["depth"]),
+        ("ace", ["kind"], False),
+        ("ace", ["depth"], False),
+        ("ace", ["kind"], True),
+        ("ace_plus", ["depth", "kind"], False),
+        ("ace_plus", ["depth"], True),
+        ("task_arithmetic", ["depth", "kind"], False),
+        ("tsv_m", ["depth"], False),
     ],
 )
 def test_a_trial_is_the_merge_of_its_config(
-    method, parts, config, merge_config, mergekit_yaml, tmp_path
+    method, parts, adapt, config, merge_config, mergekit_yaml, tmp_path
 ):
+    """And where all parameters are 1, the merge of the config that is searched."""
+    for number, expert in enumerate(config["models"] if adapt else ()):
+        modules = ["q_proj", "up_proj", "down_proj"]
+        one = train_by_chance(tiny_llama, tmp_path / f"a{number}", number, target_modules=modules)
+        one.base.save_pretrained(config["base_model"])
+        expert["model"] = f"{config['base_model']}+{one.folder}"
     by, middle = ["expert", *parts], {"depth": "middle", "kind": "attention"}
     space = SearchSpace.model_validate({"lambda": [0.2, 1.5], "weight": [0.3, 3], "by": by})
     merge = SearchedMerge(Path(merge_config(method)), space, config["base_model"])
@@ -198,13 +207,17 @@ def test_a_trial_is_the_merge_of_its_config(
     values = {name: 0.3 + float(torch.rand(1, generator=rng)) for name in merge.ranges}
     assert (sum(name.startswith("weight.") for name in values) == 2) == (method != "tsv_m")
     assert ".".join(["lambda", *(middle[part] for part in parts)]) in values
-    merge.set(values)
     merge.write(values, tmp_path, "of a test")
-    content = yaml.safe_load((tmp_path / "merge.yml").read_text())
-    other = load(mergekit_yaml(content))
-    for name, parameter in other.named_parameters():
-        searched = model.get_parameter(name).detach()
-        assert task_vector_error(searched, parameter.detach(), base[name]) <= 1e-3, name
+    exact = ("--lora-merge-cache", tmp_path / "cache", "--lora-merge-dtype", "float32")
+    for chosen, path in (
+        (values, tmp_path / "merge.yml"),
+        (dict.fromkeys(values, 1.0), Path(merge_config(method))),
+    ):
+        merge.set(chosen)
+        other = load(mergekit_yaml(yaml.safe_load(path.read_text()), *exact))
+        for name, parameter in other.named_parameters():
+            pair = model.get_parameter(name).detach(), parameter.detach()
+            assert torch.equal(*pair) or task_vector_error(*pair, base[name]) <= 1e-3, name
 
 
 def test_a_task_is_an_aim(config, settings, tasks, tmp_path):
