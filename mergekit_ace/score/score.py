@@ -11,7 +11,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +36,7 @@ from mergekit_ace.training.tasks import (
     CausalLanguageModel,
     Example,
     batches_by_length,
+    fit_to_model,
     write_own_texts,
 )
 
@@ -116,6 +119,8 @@ class Scoring:
         trust = self.config.trust_remote_code
         folders = [local_folder(base_of(one), Path(), trust) for one in models.values()]
         self.tokenizer = load_processor(folders, KIND, self.config)
+        readers = [models[label].config(trust) for label in ("base", *self.names)]
+        self._readers: list[Any] = [SimpleNamespace(config=config) for config in readers]
         for name, expert in zip(self.names, experts, strict=True):
             self._measure_model(name, models[name], self.exams.keys() & {name}, [expert])
         for label in ("base", *merges):
@@ -137,7 +142,8 @@ class Scoring:
             samples = SampleReader(model, KIND, self.tokenizer, data).read(rows, "held-out", 0)
             if not samples:
                 raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")
-            self._samples[exam] = samples
+            texts = {tuple(one["input_ids"].tolist()): one for one in samples}
+            self._samples[exam] = [*texts.values()]  # each once, or a search would see its test
         return self._samples[exam]
 
     def _write(self, content: dict[str, Any]) -> None:
@@ -170,7 +176,9 @@ class Scoring:
 
         with explained_memory(reference):
             for exam in exams:
-                data = self.exams[exam] = self.exams[exam] or self._written(exam, reference)
+                data = self.exams[exam] or self._written(exam, reference)
+                # All read the same tokens: as many as base and experts have positions for.
+                data = self.exams[exam] = reduce(fit_to_model, self._readers, data)
                 identity = self._identity(reference, data.model_dump(), data.path)
                 once(exam, identity, read, exam, data)
             for task, limit in [(task, one.limit) for one in experts for task in one.tasks]:
@@ -178,8 +186,9 @@ class Scoring:
                 once(f"task {task}", identity, answer, task, limit)
 
     def _identity(self, reference: ModelReference, settings: Any, path: str | None = None) -> str:
-        files = file_states([*model_paths([reference]), *([path] if path else ())])
-        versions = package_versions("transformers", "torch")
+        models = model_paths({self.config.base_model, reference})  # the base's tokenizer reads
+        files = file_states([*models, *([path] if path else ())])
+        versions = package_versions("transformers", "torch", "mergekit-ace")
         return json.dumps([str(reference), self.config.dtype, settings, files, versions])
 
     def _written(self, exam: str, writer: ModelReference) -> DataConfig:

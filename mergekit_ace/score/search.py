@@ -95,11 +95,12 @@ class _Search:
         )  # fmt: skip
         experts = self.score.models
         data = [one.path for one in (*(e.data for e in experts), self.score.keep) if one]
-        models = [self.score.base_model, *(expert.model for expert in experts)]
+        models = {self.score.base_model, *(expert.model for expert in experts)}
+        merged = [name for merge in self.merges.values() for name in merge.inputs]
         identity = {
             "search": self.config.model_dump(mode="json", exclude={"trials", "score"}),
             "score": self.score.model_dump(mode="json", exclude={"merges"}),
-            "files": file_states([*self.config.merge, *model_paths(models), *data]),
+            "files": file_states([*self.config.merge, *model_paths(models), *merged, *data]),
         }
         known = self.study.user_attrs.get("identity", identity)
         if changed := differences(known, identity):
@@ -212,11 +213,13 @@ class _Search:
         if left:
             self.study.enqueue_trial(left[0])
         # A seed of each trial's own: a study that was stopped goes on alike.
-        self.study.sampler = optuna.samplers.GPSampler(
-            seed=self.config.seed + len(begun),
-            n_startup_trials=len(starts),
-            deterministic_objective=True,
+        seed, samplers = self.config.seed + len(begun), optuna.samplers
+        self.study.sampler = samplers.GPSampler(
+            seed=seed, n_startup_trials=len(starts), deterministic_objective=True
         )
+        *earlier, last = [None, *map(self._key, self._trials("COMPLETE", "PRUNED"))]
+        if last in earlier:  # the sampler stays at a bound, once that is the best
+            self.study.sampler = samplers.RandomSampler(seed)
         trial = self.study.ask()
         trial.set_user_attr("worker", self.worker)
         trial.suggest_categorical("merge", [*self.merges])
@@ -225,17 +228,20 @@ class _Search:
         return trial
 
     def _run(self, trial: Any) -> None:
+        known = {self._key(one): one.user_attrs["found"] for one in self._trials("COMPLETE")}
         try:
-            self._set(trial.params)
-            found = self.measure("few")
+            found = known.get(self._key(trial))
+            if found is None:
+                self._set(trial.params)
+                found = self.measure("few")
         except ConfigError:  # NaN or Inf
             self.study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             return
         trial.set_user_attr("found", found)
         if self.config.aim == "frontier":
-            self.study.tell(trial, [found["aim"], found["forgot"].value])
+            self.study.tell(trial, [found["aim"], found["forgot"][0]])
         else:
-            trial.set_constraint("forgot", found["forgot"].value - self.config.budget)
+            trial.set_constraint("forgot", found["forgot"][0] - self.config.budget)
             self.study.tell(trial, found["aim"])
 
     def _set(self, parameters: Mapping[str, Any]) -> None:
@@ -245,6 +251,10 @@ class _Search:
         """Return λ and weights of a merge with as many digits as anybody reads."""
         own = self.merges[parameters["merge"]].ranges
         return {name: round(parameters[name], 4) for name in own}
+
+    def _key(self, trial: Any) -> tuple[Any, ...]:
+        """Return what trials of one merge have in common."""
+        return trial.params["merge"], *self._rounded(trial.params).items()
 
     def _is_plain(self, parameters: Mapping[str, Any]) -> bool:
         """Tell whether a merge has one λ for all tensors, and no weights."""
@@ -257,7 +267,8 @@ class _Search:
         trials = self._trials("COMPLETE")
         if not trials:
             raise ConfigError("every merge answers NaN or Inf; lower the range of `lambda`")
-        ranked = sorted(trials, key=lambda one: self._rank(one.user_attrs["found"]), reverse=True)
+        merges = [*{self._key(one): one for one in reversed(trials)}.values()][::-1]
+        ranked = sorted(merges, key=lambda one: self._rank(one.user_attrs["found"]), reverse=True)
         plain = [one for one in ranked if self._is_plain(one.params)][:PLAIN_FINALISTS]
         results = {}
         for name, among in (("best found", [*ranked[:FINALISTS], *plain]), ("best λ alone", plain)):

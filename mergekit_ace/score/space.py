@@ -23,13 +23,14 @@ from mergekit_ace.files.checkpoints import read_headers
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.merge_config import read_merge_config
+from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
 from mergekit_ace.score.score import KIND, merge_once
 from mergekit_ace.training.config import COMPONENTS
 from mergekit_ace.training.family import MergedModel
-from mergekit_ace.training.models import Weights, load_model, map_weights
+from mergekit_ace.training.models import Weights, load_model, map_weights, model_paths
 
 THIRDS = ("first", "middle", "last")
 # What names of tensors hold, by their kind.
@@ -45,6 +46,7 @@ class SearchedMerge:
 
     Attributes:
         experts: those whose weights are searched; none where only λ is.
+        inputs: paths of all models and files that the config names.
         ranges: of the parameters that are searched, by name; known once `load` was called.
     """
 
@@ -56,6 +58,8 @@ class SearchedMerge:
         kind = merge_methods.get(self.method)
         scaled = any(parameter.name == "lambda" for parameter in kind.spec.parameters)
         parameters = {**(config.parameters or {})}
+        named = [parameters.get(name) for name in FILE_PARAMETERS]
+        self.inputs = [*model_paths(config.referenced_models()), *filter(None, named)]
         mistake = ""
         if not scaled or not getattr(kind, "scales_all", True):
             mistake = f"{self.method} has no λ that scales all that is merged; use another method"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config, fine_tuned, tiny_llama
+from checkpoints import ace_config, configure, fine_tuned, tiny_llama
 from commands import run_config
 from families import tokenizer, write_rows
 from peft_models import train_by_chance
@@ -80,7 +80,20 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
     fine_tuned(tiny_llama(), 7, 0.3).save_pretrained(config["merges"][0])
     score(config, tmp_path / "scores")
     assert len(loaded) == 4 + len(set(loaded)), "the merge was measured anew, on three texts"
+    Path(config["base_model"], "tokenizer_config.json").touch()
+    score(config, tmp_path / "scores")
+    assert len(loaded) == 4 + 2 * len(set(loaded)), "all read other tokens"
     assert content(tmp_path / "scores")["kept"] != whole["kept"]
+
+
+def test_all_models_read_the_same_tokens(config, tmp_path):
+    """As many as base and experts have positions for, and of equal rows one."""
+    configure(config["models"][1]["model"], max_position_embeddings=20)
+    rows = Path(config["keep"]["path"])
+    rows.write_text(2 * rows.read_text())
+    score(config, tmp_path / "scores")
+    measured = content(tmp_path / "scores")["measured"]["keep"].values()
+    assert all([count for _, count in one["losses"]] == 16 * [19] for one in measured)
 
 
 def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp_path):

@@ -126,6 +126,18 @@ def test_a_study_that_was_stopped_goes_on_alike(settings, tmp_path, monkeypatch)
     assert "frontier" in (tmp_path / "whole" / "search.html").read_text()
 
 
+def test_a_merge_is_measured_once(settings, tmp_path, monkeypatch):
+    """Where the best λ is a bound, the sampler asks for it again and again."""
+    usual, calls = module.sequence_losses, []
+    monkeypatch.setattr(
+        module, "sequence_losses", lambda *a, **b: calls.append(b) or usual(*a, **b)
+    )
+    few = {"merge": settings["merge"][1], "search": {"lambda": [0.7, 0.7001]}}
+    run(settings | few, tmp_path / "best")
+    assert len(done(tmp_path / "best")) == 12
+    assert len(calls) == 2 * (2 + 2 + 2), "on two texts: two trials, finalists, and their tests"
+
+
 STALLING = """
 import itertools, pathlib, sys, time
 from mergekit_ace.cli import main
