@@ -369,7 +369,7 @@ def _check_inputs(
     """Find models that stand twice in one list, however they are spelt, and empty ranges."""
     spellings: dict[str, list[str]] = defaultdict(list)
     for n, one in enumerate(inputs):
-        spellings[_identity(one.model)].append(str(one.model))
+        spellings[identity_of(one.model)].append(str(one.model))
         first, end = getattr(one, "layer_range", (0, 1))
         if not 0 <= first < end:  # left out of the result without a word
             yield Finding.error(
@@ -377,7 +377,7 @@ def _check_inputs(
                 "write the first layer, counted from 0, and the one after the last",
             )
     for identity, names in spellings.items():
-        if base and identity == _identity(base) and str(base) not in names:
+        if base and identity == identity_of(base) and str(base) not in names:
             message = f"{where}: {names[0]} is the base model {base} in another spelling"
             yield Finding.warning(message, "remove it from the experts, of which it counts as one")
         elif len(names) > 1:
@@ -387,7 +387,7 @@ def _check_inputs(
             )
 
 
-def _identity(model: ModelReference) -> str:
+def identity_of(model: ModelReference) -> str:
     """Return what two spellings of one model have in common."""
     parts = [str(part) for part in (model.model, model.lora) if part]
     return "+".join(str(Path(part).resolve()) if Path(part).is_dir() else part for part in parts)

@@ -54,6 +54,7 @@ from mergekit_ace.merge_config import (
     MergeConfig,
     check_config,
     check_settings,
+    identity_of,
     raise_errors,
     read_merge_config,
 )
@@ -104,7 +105,7 @@ def merge_adapters(
             if lost > 1e-9:
                 what += f", which cuts off {lost:.2%} of ‖X‖²"
             _copy_tokenizer(out, adapters)
-            write_text(out / "README.md", _card_text(out.name, plan, adapters, what))
+            write_text(out / "README.md", _card_text(out.resolve().name, plan, adapters, what))
             write_text(out / "mergekit_config.yml", config.source)
     flush_notices()
     if not quiet:
@@ -119,7 +120,7 @@ def _common_base(config: MergeConfiguration) -> ModelReference:
     base = config.base_model or next(iter(bases), None)
     if not config.models:
         raise ConfigError(f"slices or modules of layers make no adapter; {remedy}")
-    others = [str(model) for model in models if base not in (model, base_of(model))]
+    others = [str(m) for m in models if base and identity_of(base_of(m)) != identity_of(base)]
     if others or base is None or base not in bases:
         said = f"{listed(others or [str(base)])} is no adapter of {base}"
         raise ConfigError(f"{said}: write `- model: BASE+ADAPTER`, or {remedy}")

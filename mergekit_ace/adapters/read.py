@@ -20,6 +20,7 @@ import huggingface_hub
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import safe_open
@@ -175,7 +176,10 @@ def adapter_folder(reference: ModelPath) -> Path:
     wanted = ["adapter_config.json", "adapter_model.safetensors", *files.TOKENIZER_FILES]
     try:
         folder = huggingface_hub.snapshot_download(
-            reference.path, revision=reference.revision, allow_patterns=wanted
+            reference.path,
+            revision=reference.revision,
+            allow_patterns=wanted,
+            cache_dir=LoaderCache().hf_cache_dir,
         )
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise files.unreachable(reference, error) from error
@@ -288,7 +292,10 @@ def possible_changes(network: nn.Module, config: LoraConfig) -> tuple[dict[str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = PeftModel(copy.deepcopy(network), own, _NAME, low_cpu_mem_usage=True)
-        stored = get_peft_model_state_dict(model, save_embedding_layers=True)
+        try:
+            stored = get_peft_model_state_dict(model, save_embedding_layers=True)
+        except NotImplementedError:  # of a whole CLIP, which has no one table
+            stored = get_peft_model_state_dict(model, save_embedding_layers=False)
     modules = model.get_base_model().named_modules()
     layers = [_layer_change(place, one) for place, one in modules if isinstance(one, LoraLayer)]
     changes = {change.name: change for change in layers}

@@ -16,7 +16,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 
-from mergekit_ace.adapters.merge import use_adapters
+from mergekit_ace.adapters.merge import GatherAdapted, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.files.checkpoints import Checkpoints, open_quantised, tokenizer_donor
@@ -25,12 +25,12 @@ from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.naming import ConfigError, listed
-from mergekit_ace.planning import PlannedMerge, Treatment
+from mergekit_ace.planning import PlannedMerge, PlannedTensor, Treatment
 
 # Flags that change neither a tensor nor which files there are. The number of threads is one that
 # does: the last bits of a sum depend on it.
 _FREE_FLAGS = """quiet verbosity lazy_unpickle async_write write_threads gpu_rich multi_gpu cuda
-    transformers_cache lora_merge_cache num_threads""".split()
+    transformers_cache lora_merge_cache lora_merge_dtype num_threads""".split()
 
 
 def plan_run(
@@ -58,6 +58,17 @@ def plan_run(
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)
         saves[name] = save.model_copy(update={"tensor_task": task})
     return replace(plan, saves=saves), checkpoints
+
+
+def in_float32(task: ExecuteMergeMethodTask) -> ExecuteMergeMethodTask:
+    """Return the task of a tensor that takes adapters in float32, as their merge does."""
+    gather: Any = PlannedTensor(task).gather
+    if isinstance(gather, GatherAdapted):
+        wide = gather.model_copy(update={"dtype": "float32"})
+        if gather is not task.gather_tensors:
+            wide = task.gather_tensors.model_copy(update={"gather_tensors": wide})
+        task = task.model_copy(update={"gather_tensors": wide})
+    return task
 
 
 def _check_places(model: ModelReference, adapter: Adapter) -> None:

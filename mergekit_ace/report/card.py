@@ -49,10 +49,13 @@ def update_card(folder: Path, lines: Path | None) -> None:
     added = add_model_files(config, folder, beside=beside)
     for name, model in added.items():
         click.echo(f"added {name} of {model}")
-    if not added:
-        click.echo(f"{folder} has all files that its models have beside their weights")
     donor, problem = find_model_file(config_donor(config).model, "config.json", beside=beside), ""
-    if donor is not None:
+    if donor is None:
+        said = f"{config_donor(config)} is not to be found from here"
+        click.echo(f"warning: {said}; whether {folder} is whole was not checked", err=True)
+    else:
+        if not added:
+            click.echo(f"{folder} has all files that its models have beside their weights")
         # weights of the base may be gone, an architecture may have code of its own
         with suppress(OSError, RuntimeError, ValueError):
             problem = verify_model(folder, donor.parent, trust_remote_code=False)

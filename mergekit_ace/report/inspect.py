@@ -23,7 +23,7 @@ from tqdm import tqdm
 from mergekit_ace.algebra.inspection import compare_entries, evenly_spaced
 from mergekit_ace.files.checkpoints import own_loaders
 from mergekit_ace.files.saving import occupied, write_text
-from mergekit_ace.merging.plan import plan_run
+from mergekit_ace.merging.plan import in_float32, plan_run
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
@@ -51,15 +51,15 @@ def run_inspection(
     """`mergekit-ace inspect`: write `report.jsonl` and `report.html`."""
     if (folder / "report.jsonl").exists() and not overwrite:
         raise occupied(folder, "another inspection")
-    folder.mkdir(parents=True, exist_ok=True)
     with own_loaders():
         plan, _ = plan_run(config, options, "merge", strict=True)
+        folder.mkdir(parents=True, exist_ok=True)
         planned = {tensor.name: tensor.task for tensor in plan.tensors}
         if all(task.base_model is None for task in planned.values()):
             raise ConfigError("there is no base model to compare with; add a line base_model:")
         selected = select(planned, tensors, sample)
         # by mergekit's own executor, which reads, moves and frees tensors as in a merge
-        tasks: list[Task] = [InspectTensor(**vars(planned[name])) for name in selected]
+        tasks: list[Task] = [InspectTensor(**vars(in_float32(planned[name]))) for name in selected]
         executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
         work = (record for _, record in executor.run(quiet=True))
         bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)

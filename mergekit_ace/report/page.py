@@ -61,7 +61,9 @@ def write_page(report: Report, path: Path, subtitle: str) -> None:
 def show_report(lines: Path, out: Path) -> None:
     """`mergekit-ace report`: write a page from the JSON lines of a merge."""
     check_apart([str(lines)], [out])
-    write_page(Report(read_records(lines)), out, f"From {lines.name}, written by the merge.")
+    report = Report(read_records(lines))
+    writer = "inspect" if len(report.looked_at) else "the merge"
+    write_page(report, out, f"From {lines.name}, written by {writer}.")
     click.echo(str(out))
 
 

@@ -125,7 +125,7 @@ class Report:
             for number, row in enumerate(self.matrices.to_dict("records"))
             for t, model in enumerate(row["models"])
         ]
-        return pd.DataFrame(rows).astype({"tau": float, "weight": float})
+        return pd.DataFrame(rows).astype({"tau": float, "weight": float, "layer": "Int64"})
 
     @cached_property
     def norms(self) -> list[float]:
@@ -179,8 +179,8 @@ def _of_experts(report: Report) -> Iterator[str]:
             yield f"{name} is {size:.0%} of the base's size away from it: is it a fine-tune of it?"
     layers = report.shares.dropna(subset="layer")
     squares = layers.pivot_table("tau", "layer", "expert", "sum").reindex(columns=report.experts)
-    for name, change in squares.fillna(0.0).items():
-        within = change.cumsum() / (change.sum() or 1.0)
+    for (name, change), norm in zip(squares.fillna(0.0).items(), report.norms, strict=True):
+        within = change.cumsum() / (norm**2 or 1.0)
         first, last = (within.searchsorted(share) for share in ((1 - MOST) / 2, (1 + MOST) / 2))
         if len(change) >= 3 and last < len(change) and last - first < FEW_LAYERS * len(change):
             span = f"{squares.index[first]}–{squares.index[last]}"

@@ -23,7 +23,6 @@ from mergekit_ace.files.checkpoints import read_headers
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
 from mergekit_ace.merge_config import read_merge_config
-from mergekit_ace.methods.base import FILE_PARAMETERS
 from mergekit_ace.methods.coefficients import CoefficientFile, Contents
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, short_names
 from mergekit_ace.score.config import ScoreConfig, SearchSpace
@@ -58,8 +57,9 @@ class SearchedMerge:
         kind = merge_methods.get(self.method)
         scaled = any(parameter.name == "lambda" for parameter in kind.spec.parameters)
         parameters = {**(config.parameters or {})}
-        named = [parameters.get(name) for name in FILE_PARAMETERS]
-        self.inputs = [*model_paths(config.referenced_models()), *filter(None, named)]
+        named = (value for name, value in parameters.items() if name != "report")
+        files = [one for one in named if isinstance(one, str) and os.path.isfile(one)]
+        self.inputs = [*model_paths(config.referenced_models()), *files]
         mistake = ""
         if not scaled or not getattr(kind, "scales_all", True):
             mistake = f"{self.method} has no λ that scales all that is merged; use another method"
