@@ -250,13 +250,15 @@ def answer_matches(
     model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
 ) -> list[bool]:
     """Return of every prompt whether the model writes the completion, see `same_answer`."""
+    # By the tokenizer that all share: what a model's configs call an end may differ among equals.
+    ends = [number for number, one in tokenizer.added_tokens_decoder.items() if one.special]
     matches = [False] * len(samples)
     for places in batches_by_length([one["input_ids"] for one in samples], model.device):
         chosen = [samples[place] for place in places]
         prompts = [{"input_ids": one["input_ids"][~one["supervised"]]} for one in chosen]
         longest = max(len(one["true"]) for one in chosen) + MORE
         limited = data.model_copy(update={"max_new_tokens": longest})
-        written = KIND.complete(model, prompts, limited, tokenizer)
+        written = KIND.complete(model, prompts, limited, tokenizer, ends)
         for place, right, answer in zip(places, chosen, written, strict=True):
             ids = (right["true"], answer["input_ids"][answer["supervised"]])
             texts = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]

@@ -81,18 +81,22 @@ def test_rows_that_cannot_be_read(template, columns, message):
 
 
 def test_an_expert_writes_what_it_would_write_alone():
+    """Up to an end of its configs or of its tokenizer, whatever else its generation config says."""
     model, kind, words = tiny_llama(), MODEL_KINDS["causal-lm"], tokenizer()
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
+    usual = model.generation_config
+    usual.repetition_penalty, usual.stop_strings, usual.eos_token_id = 5.0, ["w"], [30, 31]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
         ids = sample["input_ids"].tolist()
         for _ in range(6):  # greedily, by hand
             with torch.no_grad():
                 ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == model.generation_config.eos_token_id:
+            if ids[-1] in (words.eos_token_id, model.config.eos_token_id, 30, 31):
                 break
         assert done["input_ids"].tolist() == ids
         assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
+    assert model.generation_config is usual
 
 
 @torch.no_grad()
