@@ -277,14 +277,14 @@ def _card_section(
 def scaled_weights(base: Weights, merged: Weights, scale: float) -> LazyWeights:
     """Return the weights W0 + λ (M − W0).
 
-    Tensors and rows of embeddings that the base lacks are as in M. Where M has no head, the
-    embeddings are that, too.
+    Tensors and rows of embeddings that the base lacks are as in M. Where a model stores no head,
+    its embeddings are that, too.
     """
 
     def read(name: str) -> Tensor:
         if name == HEAD and HEAD not in merged:
             name = TABLE
-        own, other = merged[name], base.get(name)
+        own, other = merged[name], base.get(TABLE if name == HEAD and HEAD not in base else name)
         if other is None or not own.is_floating_point() or scale == 1.0:
             return own
         scaled = own.to(torch.float32, copy=True)
