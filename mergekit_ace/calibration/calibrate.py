@@ -155,7 +155,8 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         raise ConfigError(f"{type(skeleton).__name__} cannot be calibrated, only {known}")
     for model in (merge, *experts, base or merge):
         _check_weights(model, skeleton)
-    tokenizer = models.load_processor([one.folder for one in (merge, *experts)], KIND, config)
+    folders = [one.folder for one in (merge, *experts)]
+    tokenizer = models.load_processor(folders, KIND, config, grown=True)
     samples = []
     sources = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
     for number, (reader, writer, (_, data)) in enumerate(sources):

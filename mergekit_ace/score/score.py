@@ -115,7 +115,7 @@ class Scoring:
         models = dict(zip(labels, map(ModelReference.model_validate, known), strict=True))
         trust = self.config.trust_remote_code
         folders = [local_folder(base_of(one), Path(), trust) for one in models.values()]
-        self.tokenizer = load_processor(folders, KIND, self.config)
+        self.tokenizer = load_processor(folders, KIND, self.config, grown=True)
         for name, expert in zip(self.names, experts, strict=True):
             self._measure_model(name, models[name], self.exams.keys() & {name}, [expert])
         for label in ("base", *merges):

@@ -30,10 +30,10 @@ from mergekit_ace.training.tasks import write_own_texts
 CPU = torch.device("cpu")
 
 
-def save(model, folder: Path) -> str:
+def save(model, folder: Path, **special: str) -> str:
     """Save a model with its tokenizer."""
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(**special).save_pretrained(folder)
     return str(folder)
 
 
@@ -126,7 +126,7 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
         # without an answer, it counts as a whole
         one["data"] = {"path": one["data"]["path"], "prompt": "text"}
     config["base_model"] = save(base, tmp_path / "base")
-    config["merged_model"] = save(far, tmp_path / "far")
+    config["merged_model"] = save(far, tmp_path / "far", mask_token="new")
     out, card = calibrated(config, tmp_path / "out")
     name = "model.norm.weight"
     scale = float(((out[name] - before[name]) / (far.state_dict()[name] - before[name])).mean())
