@@ -133,7 +133,8 @@ class Scoring:
         """Return the held-out texts of an exam, as far as models can read them."""
         if exam not in self._samples:
             data: Any = self.exams[exam]
-            rows = read_rows(data.model_copy(update={"split": data.test_split or data.split}), 0)
+            test = {"split": data.test_split, "samples": data.held_out} if data.test_split else {}
+            rows = read_rows(data.model_copy(update=test), 0)
             samples = SampleReader(model, KIND, self.tokenizer, data).read(rows, "held-out", 0)
             if not samples:
                 raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")

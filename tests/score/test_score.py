@@ -130,13 +130,18 @@ def test_questions_are_scored_by_the_answer_and_by_exact_match(config, tmp_path)
     expert.generation_config.save_pretrained(config["models"][0]["model"])
     path = write_rows(tmp_path / "qa.jsonl", rows)
     config["models"][0]["data"] = {"path": path, "prompt": "q", "completion": "a"}
-    long = [{"text": " ".join(["w1", "w2"] * 40)}, {"text": "w1 w2"}]
-    config["keep"] = {"path": write_rows(tmp_path / "k.jsonl", long), "text": "text"}
+    (tmp_path / "k").mkdir()
+    for split in ("train", "test"):
+        rows = [{"text": " ".join(["w1", "w2"] * pairs)} for pairs in (40, 40, 1)]
+        write_rows(tmp_path / "k" / f"{split}.jsonl", rows)
+    splits = {"test_split": "test", "held_out": 2, "samples": 1}
+    config["keep"] = {"path": str(tmp_path / "k"), "text": "text", **splits}
     score(config, tmp_path / "scores")
     scores = content(tmp_path / "scores")
     tokens = {count for _, count in scores["measured"]["law"]["base"]["losses"]}
     assert tokens == {4}, "three tokens and the end"
-    assert max(count for _, count in scores["measured"]["keep"]["base"]["losses"]) == 31
+    counts = [count for _, count in scores["measured"]["keep"]["base"]["losses"]]
+    assert (len(counts), max(counts)) == (2, 31)
     answers = scores["tables"]["exact answers: law"]
     assert answers["law"][0] == 1
     assert set(answers) == {"law", "base", config["merges"][0]}
