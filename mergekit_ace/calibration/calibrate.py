@@ -236,13 +236,15 @@ def _read_texts(
     """Return samples, the longest first, whose tokens all readers know."""
     data = tasks.fit_to_model(data, skeleton)
     window = getattr(skeleton.config, "sliding_window", None) or math.inf
-    cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
+    cut: Any = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
+    if data.prompt and not data.completion:  # it counts as a text
+        cut |= {"text": data.prompt, "prompt": None}
     data = data.model_copy(update=cut)
     rows = cast(Any, read_rows(data, SEED))
     encoded = (KIND.encode(row, data, tokenizer) for row in rows)
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
     for sample in samples:
-        if not sample["supervised"].any():  # a prompt without an answer counts as a whole
+        if not sample["supervised"].any():  # a chat without an answer counts as a whole
             sample["supervised"] = ~sample["supervised"]
     if not samples:
         raise ConfigError(f"data {data.path} has no text of two tokens or more")

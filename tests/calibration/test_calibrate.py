@@ -123,8 +123,8 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
         tensor += 2.5 * sum(expert.state_dict()[name] - before[name] for expert in experts)
     for one, expert in zip(config["models"], experts, strict=True):
         one["model"] = save(expert, tmp_path / Path(one["model"]).name)
-        # without an answer, it counts as a whole
-        one["data"] = {"path": one["data"]["path"], "prompt": "text"}
+        # without an answer, it counts as a text, and is cut like one
+        one["data"] = {"path": one["data"]["path"], "prompt": "text", "max_length": 12}
     config["base_model"] = save(base, tmp_path / "base")
     config["merged_model"] = save(far, tmp_path / "far", mask_token="new")
     out, card = calibrated(config, tmp_path / "out")
@@ -132,6 +132,7 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
     scale = float(((out[name] - before[name]) / (far.state_dict()[name] - before[name])).mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
     assert f"with its change of the base multiplied by {scale:.2g}, as it was first. " in card
+    assert card.count("` | 20 | ") == 2
 
 
 @pytest.mark.parametrize("based", [False, True])
