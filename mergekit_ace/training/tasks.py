@@ -186,11 +186,13 @@ def _prompt_and_answer(
             wanted = f"messages with `role` (one of {', '.join(_ROLES)}) and `content`"
             raise _unreadable(row, data, "messages", wanted)
         return _chat(row[data.messages], f"data {data.path}: column {data.messages}", tokenizer)
-    prompt = tokenizer(_text_of(row, data, "prompt"))["input_ids"]
+    text, end = _text_of(row, data, "prompt"), tokenizer.eos_token_id
+    prompt = tokenizer(text)["input_ids"]
+    if prompt[1:][-1:] == [end] and not text.endswith(tokenizer.eos_token):  # some append it
+        prompt = prompt[:-1]
     if data.completion is None:
         return prompt, None
     answer = tokenizer(_text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
-    end = tokenizer.eos_token_id
     return prompt, answer + ([end] if end is not None else [])
 
 

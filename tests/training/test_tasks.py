@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import tiny, tiny_llama
 from families import SMALL, tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForSequenceClassification
 
@@ -83,8 +84,11 @@ def test_rows_that_cannot_be_read(template, columns, message):
 def test_an_expert_writes_what_it_would_write_alone():
     """Up to an end of its configs or of its tokenizer, whatever else its generation config says."""
     model, kind, words = tiny_llama(), MODEL_KINDS["causal-lm"], tokenizer()
+    ended = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)])
+    words.backend_tokenizer.post_processor = ended  # a prompt gets no such end
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
+    assert [sample["input_ids"].tolist() for sample in samples] == [[2, 5, 6, 7, 8], [2, 9]]
     usual = model.generation_config
     usual.repetition_penalty, usual.stop_strings, usual.eos_token_id = 5.0, ["w"], [30, 31]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
