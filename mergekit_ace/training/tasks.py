@@ -238,11 +238,15 @@ class SequenceClassification(ModelKind):
         return example | _truth(row, data) if len(example["input_ids"]) else None
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        pad = model.config.get_text_config().pad_token_id
-        if pad is not None:  # decoders answer at the last token that is no padding, by its number
-            ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
-            batch = batch | {"input_ids": ids}
-        return super().logits(model, batch)
+        config, ids = model.config.get_text_config(), batch["input_ids"]
+        usual, seen = config.pad_token_id, {*ids.flatten().tolist()}
+        # Decoders answer at the last token that is no padding: by default one that no text has.
+        config.pad_token_id = pad = min({*range(len(seen) + 1)} - seen) if usual is None else usual
+        try:
+            ids = ids.masked_fill(batch["attention_mask"] == 0, pad)
+            return super().logits(model, batch | {"input_ids": ids})
+        finally:
+            config.pad_token_id = usual
 
 
 def _truth(row: dict[str, Any], data: DataConfig) -> Example:

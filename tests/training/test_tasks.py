@@ -104,10 +104,11 @@ def test_an_expert_writes_what_it_would_write_alone():
 
 
 @torch.no_grad()
-def test_a_padded_batch_is_classified_like_each_alone():
+@pytest.mark.parametrize("pad", [5, None])
+def test_a_padded_batch_is_classified_like_each_alone(pad):
     """By a decoder, at the last token; `test_train.py` has those that write, and encoders."""
     kind = MODEL_KINDS["sequence-classification"]
-    model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=5, **SMALL)
+    model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=pad, **SMALL)
     texts = ("w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11")
     samples = [encode({"t": text}, "sequence-classification", text="t") for text in texts]
     states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
