@@ -206,8 +206,7 @@ def _check_weights(model: _Model, skeleton: Any) -> None:
     """Raise unless a model stores the decoder layers of the merge under the merge's names."""
     for name, parameter in skeleton.named_parameters():
         own, first = model.stored.get(name), int(name == TABLE)  # of which some have more rows
-        read = name == TABLE or name.startswith("model.layers.")
-        if not read:
+        if name != TABLE and not name.startswith("model.layers."):
             continue
         if own is None or own.shape[first:] != parameter.shape[first:]:
             raise ConfigError(
@@ -240,12 +239,10 @@ def _read_texts(
     if data.prompt and not data.completion:  # it counts as a text
         cut |= {"text": data.prompt, "prompt": None}
     data = data.model_copy(update=cut)
-    rows = cast(Any, read_rows(data, SEED))
-    encoded = (KIND.encode(row, data, tokenizer) for row in rows)
+    encoded = (KIND.encode(row, data, tokenizer) for row in cast(Any, read_rows(data, SEED)))
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
-    for sample in samples:
-        if not sample["supervised"].any():  # a chat without an answer counts as a whole
-            sample["supervised"] = ~sample["supervised"]
+    for sample in samples:  # a chat without an answer counts as a whole
+        sample["supervised"] |= ~sample["supervised"].any()
     if not samples:
         raise ConfigError(f"data {data.path} has no text of two tokens or more")
     for reader in readers:

@@ -51,11 +51,7 @@ MORE = 8  # tokens that an answer may be longer than the right one
 def run_scoring(
     config: ScoreConfig, out: Path, *, overwrite: bool = False, quiet: bool = False
 ) -> Scores:
-    """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on.
-
-    Raises:
-        ConfigError: something about the config, the models or the data is wrong.
-    """
+    """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on."""
     with locked(out):
         others = [path.name for path in out.iterdir() if path.name != LOCK_FILE]
         if others and SCORES not in others:
@@ -330,14 +326,10 @@ class Harness:
         harness: Any = HFLM
         results = evaluate(
             model=harness(pretrained=model, tokenizer=tokenizer, batch_size=BATCH),
-            tasks=[self._load(task)],
-            limit=limit,
+            tasks=[self._load(task)], limit=limit, task_manager=self._manager, log_samples=False,
             samples=None if questions is None else {task: list(questions)},
-            task_manager=self._manager,
-            log_samples=False,
-        )["results"][task]
-        metric = next(key for key in results if "," in key and "_stderr" not in key)
-        name, kind = metric.split(",", 1)
+        )["results"][task]  # fmt: skip
+        name, kind = next(k for k in results if "," in k and "_stderr" not in k).split(",", 1)
         error = results.get(f"{name}_stderr,{kind}")
         known = float(error) if isinstance(error, int | float) else None
-        return {"metric": name, "value": float(results[metric]), "error": known}
+        return {"metric": name, "value": float(results[f"{name},{kind}"]), "error": known}

@@ -225,10 +225,9 @@ def load_processor(
 def check_classes(config: PreTrainedConfig, reference: str) -> None:
     """Raise a `ConfigError` unless a classifier answers with one class of several."""
     kind, several = getattr(config, "problem_type", None), (config.num_labels or 0) > 1
-    if several and kind in (None, "single_label_classification"):
-        return
-    what = f"problem_type: {kind}" if several else "one output (a regression)"
-    raise ConfigError(f"{reference} has {what}, and does not choose one class: leave it out")
+    if not several or kind not in (None, "single_label_classification"):
+        what = f"problem_type: {kind}" if several else "one output (a regression)"
+        raise ConfigError(f"{reference} has {what}, and does not choose one class: leave it out")
 
 
 def map_file(path: str | os.PathLike) -> dict[str, Tensor]:

@@ -83,8 +83,7 @@ class ModelKind:
     ) -> Tensor:
         """Return the `logits` of samples, by a head of `head_modules` if one is given."""
         attach_head(model, head or {})
-        batch: Any = send_to_device(self.collate(samples), model.device)
-        return self.logits(model, batch)
+        return self.logits(model, send_to_device(self.collate(samples), model.device))
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
@@ -119,10 +118,7 @@ class CausalLanguageModel(ModelKind):
         self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any,
         ends: Iterable[int | None] | None = None,
     ) -> list[Example]:  # fmt: skip
-        """Let a model write the answers, greedily, each up to and with its first end token.
-
-        These `ends` are by default those of the tokenizer and of the model's configs.
-        """
+        """Let a model write the answers, greedily, each up to and with the first of its `ends`."""
         if ends is None:
             sources = (tokenizer, model.config.get_text_config(), model.generation_config)
             known = [getattr(one, "eos_token_id", None) for one in sources]
@@ -139,8 +135,8 @@ class CausalLanguageModel(ModelKind):
         written, completed = _generate(model, ids, mask, do_sample=False, **settings), []
         for prompt, answer in zip(prompts, written[:, read:].cpu(), strict=True):
             stops = torch.isin(answer, torch.tensor(ends, dtype=torch.long)).nonzero()
-            answer = answer[: int(stops[0]) + 1] if len(stops) else answer
-            completed.append(_answered(prompt, answer))
+            end = int(stops[0]) + 1 if len(stops) else None
+            completed.append(_answered(prompt, answer[:end]))
         return completed
 
 
