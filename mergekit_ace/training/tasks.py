@@ -129,7 +129,8 @@ class CausalLanguageModel(ModelKind):
             for rows in (prompts, [*map(torch.ones_like, prompts)])
         )
         longest, read = longest_input(model) or math.inf, ids.shape[1]
-        ends, new = sorted({*ends} - {None}), min(data.max_new_tokens, longest - read)
+        ends = sorted({n for n in ends if n is not None})
+        new = min(data.max_new_tokens, longest - read)
         pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0  # it is masked
         settings = {"max_new_tokens": new, "eos_token_id": ends or None, "pad_token_id": pad}
         written, completed = _generate(model, ids, mask, do_sample=False, **settings), []
