@@ -155,7 +155,8 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
         raise ConfigError(f"{type(skeleton).__name__} cannot be calibrated, only {known}")
     for model in (merge, *experts, base or merge):
         _check_weights(model, skeleton)
-    tokenizer = models.load_processor([one.folder for one in (merge, *experts)], KIND, config)
+    folders = [one.folder for one in (merge, *experts)]
+    tokenizer = models.load_processor(folders, KIND, config, grown=True)
     samples = []
     sources = zip([*experts, merge], [*experts, base or merge], config.sources, strict=True)
     for number, (reader, writer, (_, data)) in enumerate(sources):
@@ -205,8 +206,7 @@ def _check_weights(model: _Model, skeleton: Any) -> None:
     """Raise unless a model stores the decoder layers of the merge under the merge's names."""
     for name, parameter in skeleton.named_parameters():
         own, first = model.stored.get(name), int(name == TABLE)  # of which some have more rows
-        read = name == TABLE or name.startswith("model.layers.")
-        if not read:
+        if name != TABLE and not name.startswith("model.layers."):
             continue
         if own is None or own.shape[first:] != parameter.shape[first:]:
             raise ConfigError(
@@ -235,14 +235,14 @@ def _read_texts(
     """Return samples, the longest first, whose tokens all readers know."""
     data = tasks.fit_to_model(data, skeleton)
     window = getattr(skeleton.config, "sliding_window", None) or math.inf
-    cut = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
+    cut: Any = {"samples": data.samples or SAMPLES, "max_length": min(data.max_length, window)}
+    if data.prompt and not data.completion:  # it counts as a text
+        cut |= {"text": data.prompt, "prompt": None}
     data = data.model_copy(update=cut)
-    rows = cast(Any, read_rows(data, SEED))
-    encoded = (KIND.encode(row, data, tokenizer) for row in rows)
+    encoded = (KIND.encode(row, data, tokenizer) for row in cast(Any, read_rows(data, SEED)))
     samples = [one for one in encoded if one is not None and len(one["input_ids"]) > 1]
-    for sample in samples:
-        if not sample["supervised"].any():  # a prompt without an answer counts as a whole
-            sample["supervised"] = ~sample["supervised"]
+    for sample in samples:  # a chat without an answer counts as a whole
+        sample["supervised"] |= ~sample["supervised"].any()
     if not samples:
         raise ConfigError(f"data {data.path} has no text of two tokens or more")
     for reader in readers:
@@ -277,14 +277,14 @@ def _card_section(
 def scaled_weights(base: Weights, merged: Weights, scale: float) -> LazyWeights:
     """Return the weights W0 + λ (M − W0).
 
-    Tensors and rows of embeddings that the base lacks are as in M. Where M has no head, the
-    embeddings are that, too.
+    Tensors and rows of embeddings that the base lacks are as in M. Where a model stores no head,
+    its embeddings are that, too.
     """
 
     def read(name: str) -> Tensor:
         if name == HEAD and HEAD not in merged:
             name = TABLE
-        own, other = merged[name], base.get(name)
+        own, other = merged[name], base.get(TABLE if name == HEAD and HEAD not in base else name)
         if other is None or not own.is_floating_point() or scale == 1.0:
             return own
         scaled = own.to(torch.float32, copy=True)

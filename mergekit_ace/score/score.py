@@ -54,11 +54,7 @@ MORE = 8  # tokens that an answer may be longer than the right one
 def run_scoring(
     config: ScoreConfig, out: Path, *, overwrite: bool = False, quiet: bool = False
 ) -> Scores:
-    """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on.
-
-    Raises:
-        ConfigError: something about the config, the models or the data is wrong.
-    """
+    """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on."""
     with locked(out):
         others = [path.name for path in out.iterdir() if path.name != LOCK_FILE]
         if others and SCORES not in others:
@@ -118,7 +114,7 @@ class Scoring:
         models = dict(zip(labels, map(ModelReference.model_validate, known), strict=True))
         trust = self.config.trust_remote_code
         folders = [local_folder(base_of(one), Path(), trust) for one in models.values()]
-        self.tokenizer = load_processor(folders, KIND, self.config)
+        self.tokenizer = load_processor(folders, KIND, self.config, grown=True)
         readers = [models[label].config(trust) for label in ("base", *self.names)]
         self._readers: list[Any] = [SimpleNamespace(config=config) for config in readers]
         for name, expert in zip(self.names, experts, strict=True):
@@ -138,7 +134,8 @@ class Scoring:
         """Return the held-out texts of an exam, as far as models can read them."""
         if exam not in self._samples:
             data: Any = self.exams[exam]
-            rows = read_rows(data.model_copy(update={"split": data.test_split or data.split}), 0)
+            test = {"split": data.test_split, "samples": data.held_out} if data.test_split else {}
+            rows = read_rows(data.model_copy(update=test), 0)
             samples = SampleReader(model, KIND, self.tokenizer, data).read(rows, "held-out", 0)
             if not samples:
                 raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")
@@ -259,13 +256,15 @@ def answer_matches(
     model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
 ) -> list[bool]:
     """Return of every prompt whether the model writes the completion, see `same_answer`."""
+    # By the tokenizer that all share: what a model's configs call an end may differ among equals.
+    ends = [number for number, one in tokenizer.added_tokens_decoder.items() if one.special]
     matches = [False] * len(samples)
     for places in batches_by_length([one["input_ids"] for one in samples], model.device):
         chosen = [samples[place] for place in places]
         prompts = [{"input_ids": one["input_ids"][~one["supervised"]]} for one in chosen]
         longest = max(len(one["true"]) for one in chosen) + MORE
         limited = data.model_copy(update={"max_new_tokens": longest})
-        written = KIND.complete(model, prompts, limited, tokenizer)
+        written = KIND.complete(model, prompts, limited, tokenizer, ends)
         for place, right, answer in zip(places, chosen, written, strict=True):
             ids = (right["true"], answer["input_ids"][answer["supervised"]])
             texts = [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
@@ -336,14 +335,10 @@ class Harness:
         harness: Any = HFLM
         results = evaluate(
             model=harness(pretrained=model, tokenizer=tokenizer, batch_size=BATCH),
-            tasks=[self._load(task)],
-            limit=limit,
+            tasks=[self._load(task)], limit=limit, task_manager=self._manager, log_samples=False,
             samples=None if questions is None else {task: list(questions)},
-            task_manager=self._manager,
-            log_samples=False,
-        )["results"][task]
-        metric = next(key for key in results if "," in key and "_stderr" not in key)
-        name, kind = metric.split(",", 1)
+        )["results"][task]  # fmt: skip
+        name, kind = next(k for k in results if "," in k and "_stderr" not in k).split(",", 1)
         error = results.get(f"{name}_stderr,{kind}")
         known = float(error) if isinstance(error, int | float) else None
-        return {"metric": name, "value": float(results[metric]), "error": known}
+        return {"metric": name, "value": float(results[f"{name},{kind}"]), "error": known}

@@ -46,11 +46,7 @@ def run_search(
     config: SearchConfig, score: ScoreConfig, out: Path, *, overwrite: bool = False,
     quiet: bool = False,
 ) -> str:  # fmt: skip
-    """Search merges; `out` gets the study, which any number of processes share, and the best.
-
-    Raises:
-        ConfigError: something about the configs, the models or the data is wrong.
-    """
+    """Search merges; `out` gets the study, which any number of processes share, and the best."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     out.mkdir(parents=True, exist_ok=True)
     if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
@@ -331,9 +327,7 @@ class _Search:
             if exam not in self.exams
         ]
         if best["validation"]["forgot"][0] > budget:
-            lines.append(
-                f"Every merge forgets more than {budget:g} nats (`budget`); lower `lambda`."
-            )
+            lines += [f"Every merge forgets more than {budget:g} nats (`budget`); lower `lambda`."]
         frontier = self.study.best_trials if self.config.aim == "frontier" else ()
         front = {one.number for one in frontier}
         points = [

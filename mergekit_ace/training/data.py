@@ -40,15 +40,15 @@ def load_rows(config: DataConfig, seed: int) -> dict[str, Dataset]:
     contents = [str(row) for row in zip(*asked, strict=True)]
     left = [*dict(Counter(contents).most_common())]  # held out from the end; the commonest never
 
-    def rows_of(chosen: Set[str]) -> Dataset:
-        return data.select([number for number, own in enumerate(contents) if own in chosen])
+    def rows_of(chosen: Set[str], most: int | None = None) -> Dataset:
+        return data.select([number for number, own in enumerate(contents) if own in chosen][:most])
 
     def held_out(split: str | None, parts: int) -> Dataset:
         if split is not None:
             return _draw(_read(config, split), config.held_out, seed)
-        count = max(len(left) // parts, 1)
+        count = min(max(len(left) // parts, 1), config.held_out)
         chosen, left[-count:] = {*left[-count:]}, []
-        return rows_of(chosen)
+        return rows_of(chosen, config.held_out)
 
     test, validation = held_out(config.test_split, 10), held_out(config.validation_split, 9)
     splits = {"train": rows_of({*left}), "validation": validation, "test": test}

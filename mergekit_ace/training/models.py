@@ -195,9 +195,12 @@ def load_skeleton(folder: str, kind: tasks.ModelKind, config: Any) -> PreTrained
         return model_class(settings)
 
 
-def load_processor(folders: list[str], kind: tasks.ModelKind, config: Any) -> Any:
+def load_processor(
+    folders: list[str], kind: tasks.ModelKind, config: Any, *, grown: bool = False
+) -> Any:
     """Load the tokenizer that all folders share, with the first chat template of any of them.
 
+    With `grown`, other tokenizers may have more tokens; the templates of these do not count.
     For images it is the image processor of the first folder that has one, or None.
     """
     images = isinstance(kind, tasks.ImageClassification)
@@ -207,12 +210,14 @@ def load_processor(folders: list[str], kind: tasks.ModelKind, config: Any) -> An
         return transformers.AutoImageProcessor.from_pretrained(found[0]) if found else None
     trust, load = config.trust_remote_code, transformers.AutoTokenizer.from_pretrained
     found = found or folders[:1]  # transformers says that it has none
-    tokenizer, *others = (load(folder, trust_remote_code=trust) for folder in found)
-    for folder, other in zip(found[1:], others, strict=True):
-        if other.get_vocab() != tokenizer.get_vocab():
-            said = f"the tokenizer of {folder} is not that of {found[0]}; align them first"
+    loaded = [(load(folder, trust_remote_code=trust), folder) for folder in found]
+    (tokenizer, first), *others = sorted(loaded, key=lambda one: len(one[0]))
+    for other, folder in others:
+        own, shared = other.get_vocab(), tokenizer.get_vocab()
+        if not (shared.items() <= own.items() if grown else shared == own):
+            said = f"the tokenizer of {folder} is not that of {first}; align them first"
             raise ConfigError(f"{said}, e.g. by mergekit's `tokenizer:` section")
-        if not getattr(tokenizer, "chat_template", None):
+        if shared == own and not getattr(tokenizer, "chat_template", None):
             tokenizer.chat_template = getattr(other, "chat_template", None)
     return tokenizer
 
@@ -220,10 +225,9 @@ def load_processor(folders: list[str], kind: tasks.ModelKind, config: Any) -> An
 def check_classes(config: PreTrainedConfig, reference: str) -> None:
     """Raise a `ConfigError` unless a classifier answers with one class of several."""
     kind, several = getattr(config, "problem_type", None), (config.num_labels or 0) > 1
-    if several and kind in (None, "single_label_classification"):
-        return
-    what = f"problem_type: {kind}" if several else "one output (a regression)"
-    raise ConfigError(f"{reference} has {what}, and does not choose one class: leave it out")
+    if not several or kind not in (None, "single_label_classification"):
+        what = f"problem_type: {kind}" if several else "one output (a regression)"
+        raise ConfigError(f"{reference} has {what}, and does not choose one class: leave it out")
 
 
 def map_file(path: str | os.PathLike) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +83,7 @@ class ModelKind:
     ) -> Tensor:
         """Return the `logits` of samples, by a head of `head_modules` if one is given."""
         attach_head(model, head or {})
-        batch: Any = send_to_device(self.collate(samples), model.device)
-        return self.logits(model, batch)
+        return self.logits(model, send_to_device(self.collate(samples), model.device))
 
     def collate(self, samples: Sequence[Example]) -> Batch:
         """Pad what models read of samples at the end, (B, n), and mark that there it was padded."""
@@ -116,31 +115,41 @@ class CausalLanguageModel(ModelKind):
 
     @torch.no_grad()
     def complete(
-        self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any
-    ) -> list[Example]:
-        """Let the teacher write the answers, greedily, each up to and with its first end token."""
+        self, model: Any, samples: Sequence[Example], data: DataConfig, tokenizer: Any,
+        ends: Iterable[int | None] | None = None,
+    ) -> list[Example]:  # fmt: skip
+        """Let a model write the answers, greedily, each up to and with the first of its `ends`."""
+        if ends is None:
+            sources = (tokenizer, model.config.get_text_config(), model.generation_config)
+            known = [getattr(one, "eos_token_id", None) for one in sources]
+            ends = [n for one in known for n in (one if isinstance(one, list) else [one])]
         prompts = [sample["input_ids"] for sample in samples]
         ids, mask = (  # flush right, so that writing starts at one column
             pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
             for rows in (prompts, [*map(torch.ones_like, prompts)])
         )
         longest, read = longest_input(model) or math.inf, ids.shape[1]
-        written = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=min(data.max_new_tokens, longest - read),
-            num_beams=1,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,  # it is masked
-        )
-        ends = model.generation_config.eos_token_id
-        ends = torch.tensor([] if ends is None else ends, dtype=torch.long).flatten()
-        completed = []
+        ends = sorted({n for n in ends if n is not None})
+        new = min(data.max_new_tokens, longest - read)
+        pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0  # it is masked
+        settings = {"max_new_tokens": new, "eos_token_id": ends or None, "pad_token_id": pad}
+        written, completed = _generate(model, ids, mask, do_sample=False, **settings), []
         for prompt, answer in zip(prompts, written[:, read:].cpu(), strict=True):
-            stops = torch.isin(answer, ends).nonzero()
-            answer = answer[: int(stops[0]) + 1] if len(stops) else answer
-            completed.append(_answered(prompt, answer))
+            stops = torch.isin(answer, torch.tensor(ends, dtype=torch.long)).nonzero()
+            end = int(stops[0]) + 1 if len(stops) else None
+            completed.append(_answered(prompt, answer[:end]))
         return completed
+
+
+def _generate(model: Any, ids: Tensor, mask: Tensor, **settings: Any) -> Tensor:
+    """Let a model go on by these settings alone, without its own end tokens and penalties."""
+    from transformers import GenerationConfig
+
+    usual, model.generation_config = model.generation_config, GenerationConfig(**settings)
+    try:
+        return model.generate(input_ids=ids, attention_mask=mask)
+    finally:
+        model.generation_config = usual
 
 
 def _answered(prompt: Tensor, answer: Tensor) -> Example:
@@ -174,11 +183,13 @@ def _prompt_and_answer(
             wanted = f"messages with `role` (one of {', '.join(_ROLES)}) and `content`"
             raise _unreadable(row, data, "messages", wanted)
         return _chat(row[data.messages], f"data {data.path}: column {data.messages}", tokenizer)
-    prompt = tokenizer(_text_of(row, data, "prompt"))["input_ids"]
+    text, end = _text_of(row, data, "prompt"), tokenizer.eos_token_id
+    prompt = tokenizer(text)["input_ids"]
+    if prompt[1:][-1:] == [end] and not text.endswith(tokenizer.eos_token):  # some append it
+        prompt = prompt[:-1]
     if data.completion is None:
         return prompt, None
     answer = tokenizer(_text_of(row, data, "completion"), add_special_tokens=False)["input_ids"]
-    end = tokenizer.eos_token_id
     return prompt, answer + ([end] if end is not None else [])
 
 
@@ -224,11 +235,15 @@ class SequenceClassification(ModelKind):
         return example | _truth(row, data) if len(example["input_ids"]) else None
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
-        pad = model.config.get_text_config().pad_token_id
-        if pad is not None:  # decoders answer at the last token that is no padding, by its number
-            ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
-            batch = batch | {"input_ids": ids}
-        return super().logits(model, batch)
+        config, ids = model.config.get_text_config(), batch["input_ids"]
+        usual, seen = config.pad_token_id, {*ids.flatten().tolist()}
+        # Decoders answer at the last token that is no padding: by default one that no text has.
+        config.pad_token_id = pad = min({*range(len(seen) + 1)} - seen) if usual is None else usual
+        try:
+            ids = ids.masked_fill(batch["attention_mask"] == 0, pad)
+            return super().logits(model, batch | {"input_ids": ids})
+        finally:
+            config.pad_token_id = usual
 
 
 def _truth(row: dict[str, Any], data: DataConfig) -> Example:
@@ -353,27 +368,19 @@ def write_own_texts(
 
     A text has `OWN_LENGTH` tokens, or as many as the model can read, of its whole distribution.
     """
-    from transformers import GenerationConfig
-
     data = DataConfig(path=str(path), text="text", max_length=OWN_LENGTH)
     if path.exists():
         return data
     length, start = fit_to_model(data, model).max_length, first_token(tokenizer)
-    usual, texts = model.generation_config, []
-    model.generation_config = GenerationConfig(  # without the model's end tokens and penalties
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length - 1,
-        pad_token_id=start,
-    )  # fmt: skip
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
-            for done in tqdm(range(0, count, _AT_ONCE), "writing texts", disable=quiet):
-                torch.manual_seed(done)
-                begun = torch.full((min(_AT_ONCE, count - done), 1), start, device=model.device)
-                written = model.generate(begun, attention_mask=torch.ones_like(begun))
-                # The tokenizer puts the first token before a text by itself, if texts have one.
-                texts += tokenizer.batch_decode(written[:, 1:], clean_up_tokenization_spaces=False)
-    finally:
-        model.generation_config = usual
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": length - 1, "pad_token_id": start}
+    texts = []
+    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+        for done in tqdm(range(0, count, _AT_ONCE), "writing texts", disable=quiet):
+            torch.manual_seed(done)
+            begun = torch.full((min(_AT_ONCE, count - done), 1), start, device=model.device)
+            written = _generate(model, begun, torch.ones_like(begun), **settings)
+            # The tokenizer puts the first token before a text by itself, if texts have one.
+            texts += tokenizer.batch_decode(written[:, 1:], clean_up_tokenization_spaces=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
     return data

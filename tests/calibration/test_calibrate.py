@@ -30,10 +30,10 @@ from mergekit_ace.training.tasks import write_own_texts
 CPU = torch.device("cpu")
 
 
-def save(model, folder: Path) -> str:
+def save(model, folder: Path, **special: str) -> str:
     """Save a model with its tokenizer."""
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(**special).save_pretrained(folder)
     return str(folder)
 
 
@@ -123,15 +123,16 @@ def test_lambda_is_chosen_where_the_base_is_known(config, tmp_path):
         tensor += 2.5 * sum(expert.state_dict()[name] - before[name] for expert in experts)
     for one, expert in zip(config["models"], experts, strict=True):
         one["model"] = save(expert, tmp_path / Path(one["model"]).name)
-        # without an answer, it counts as a whole
-        one["data"] = {"path": one["data"]["path"], "prompt": "text"}
+        # without an answer, it counts as a text, and is cut like one
+        one["data"] = {"path": one["data"]["path"], "prompt": "text", "max_length": 12}
     config["base_model"] = save(base, tmp_path / "base")
-    config["merged_model"] = save(far, tmp_path / "far")
+    config["merged_model"] = save(far, tmp_path / "far", mask_token="new")
     out, card = calibrated(config, tmp_path / "out")
     name = "model.norm.weight"
     scale = float(((out[name] - before[name]) / (far.state_dict()[name] - before[name])).mean())
     assert any(scale == pytest.approx(one, abs=1e-3) for one in (0.1, 0.15, 0.2, 0.3))
     assert f"with its change of the base multiplied by {scale:.2g}, as it was first. " in card
+    assert card.count("` | 20 | ") == 2
 
 
 @pytest.mark.parametrize("based", [False, True])
@@ -357,9 +358,11 @@ def naive_share(models: list, texts: list[list[dict[str, Tensor]]], scale: float
     return sum(shares) / len(shares)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_best_scale_is_that_of_whole_models(rng, tied):
-    """For texts with a prompt, of which the first one is padded."""
+@pytest.mark.parametrize(
+    ("tied", "headless"), [(False, ()), (True, (0, 1, 2, 3)), (True, (0, 2, 3))]
+)
+def test_the_best_scale_is_that_of_whole_models(rng, tied, headless):
+    """For texts with a prompt, of which the first one is padded; some store no tied head."""
     base = tiny_llama(tie_word_embeddings=tied)
     experts = [fine_tuned(base, seed, 0.3) for seed in (1, 2)]
     merged = copy.deepcopy(base)
@@ -372,8 +375,8 @@ def test_the_best_scale_is_that_of_whole_models(rng, tied):
         for lengths in ((9, 12, 12), (9, 12, 12, 12))
     ]  # fmt: skip
     stored = [{**model.state_dict()} for model in (base, merged, *experts)]
-    for weights in stored if tied else ():  # as on disk
-        del weights["lm_head.weight"]
+    for number in headless:  # as on disk
+        del stored[number]["lm_head.weight"]
     config = copy.deepcopy(base.config)
     config.attention_dropout = 0.5  # of training, which this is not
     with torch.device("meta"):

@@ -33,6 +33,8 @@ def test_what_is_held_out_asks_nothing_that_the_rest_asks(tmp_path):
     parts = load(write_rows(tmp_path / "d.jsonl", ROWS[:20] * 10))
     assert sizes(parts) == [160, 20, 20]
     assert sum(len({*part}) for part in parts) == 20
+    assert sizes(load(tmp_path / "d.jsonl", held_out=5)) == [160, 5, 5]
+    assert sizes(load(path, held_out=3)) == [44, 3, 3]
     pairs = [{"text": "one question", "pair": f"text {n}"} for n in range(20)]  # all differ
     pairs = load(write_rows(tmp_path / "p.jsonl", pairs), text_pair="pair")
     assert sizes(pairs) == [16, 2, 2]

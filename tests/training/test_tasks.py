@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import tiny, tiny_llama
 from families import SMALL, tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForSequenceClassification
 
@@ -81,25 +82,33 @@ def test_rows_that_cannot_be_read(template, columns, message):
 
 
 def test_an_expert_writes_what_it_would_write_alone():
+    """Up to an end of its configs or of its tokenizer, whatever else its generation config says."""
     model, kind, words = tiny_llama(), MODEL_KINDS["causal-lm"], tokenizer()
+    ended = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)])
+    words.backend_tokenizer.post_processor = ended  # a prompt gets no such end
     data = DataConfig(path="d", prompt="q", max_new_tokens=6)
     samples = [kind.encode({"q": q}, data, words) for q in ("w1 w2 w3 w4", "w5")]
+    assert [sample["input_ids"].tolist() for sample in samples] == [[2, 5, 6, 7, 8], [2, 9]]
+    usual = model.generation_config
+    usual.repetition_penalty, usual.stop_strings, usual.eos_token_id = 5.0, ["w"], [30, 31]
     for sample, done in zip(samples, kind.complete(model, samples, data, words), strict=True):
         ids = sample["input_ids"].tolist()
         for _ in range(6):  # greedily, by hand
             with torch.no_grad():
                 ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == model.generation_config.eos_token_id:
+            if ids[-1] in (words.eos_token_id, model.config.eos_token_id, 30, 31):
                 break
         assert done["input_ids"].tolist() == ids
         assert int(done["supervised"].sum()) == len(ids) - len(sample["input_ids"])
+    assert model.generation_config is usual
 
 
 @torch.no_grad()
-def test_a_padded_batch_is_classified_like_each_alone():
+@pytest.mark.parametrize("pad", [5, None])
+def test_a_padded_batch_is_classified_like_each_alone(pad):
     """By a decoder, at the last token; `test_train.py` has those that write, and encoders."""
     kind = MODEL_KINDS["sequence-classification"]
-    model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=5, **SMALL)
+    model = tiny(LlamaForSequenceClassification, num_labels=3, pad_token_id=pad, **SMALL)
     texts = ("w1 w2 w3 w4 w5 w6", "w7 w8", "w9 w10 w11")
     samples = [encode({"t": text}, "sequence-classification", text="t") for text in texts]
     states = [model.model(input_ids=s["input_ids"][None]).last_hidden_state for s in samples]
