@@ -183,31 +183,3 @@ def test_suites_are_whole(example, run_example, tmp_path, path):
     assert shown.count(": 99 samples") == len(suite.tasks)
     assert shown.count("LEFT OUT") == sum(getattr(t, "runs_code", 0) for t in suite.tasks.values())
     assert not (tmp_path / "out").exists()
-
-
-def test_metrics_of_glue(example):
-    agreement = example("llm", "evaluators").agreement
-    logits = torch.tensor([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])  # 0, 1, 1, 0
-    assert agreement("accuracy_f1", logits, [0, 1, 0, 0]) == pytest.approx((0.75 + 2 / 3) / 2)
-    assert agreement("matthews", logits, [0, 1, 0, 0]) == pytest.approx(1 / 3**0.5)
-
-
-def test_means_and_shares(example):
-    """Tasks of one expert are averaged first; shares refer to the experts of the same source."""
-    source = yaml.safe_load((SUITES[0].parent / "mergebench-3b.yml").read_text(encoding="utf-8"))
-    source["published"] = [
-        {"row": "experts", "source": "A", "scores": {"arc_fr": 50.0}},
-        {"row": "other", "source": "B", "scores": {"arc_fr": 40.0}, "share": 77.0},
-        {"row": "only a mean", "source": "C", "mean": 60.1},
-    ]
-    suite = example("llm", "suite").HarnessSuite.model_validate(source)
-    ours = {
-        "experts": {"gsm8k_cot": 0.8, "arc_fr": 0.4, "arc_de": 0.2},
-        "ace": {"gsm8k_cot": 0.6, "arc_fr": 0.4, "arc_de": 0.1},
-    }
-    shown = example("llm", "tables").compare(suite, ["gsm8k_cot", "arc_fr", "arc_de"], ours)
-    assert "| ace | 60.0 | 40.0 | 10.0 | 42.5 |" in shown
-    assert "| ace | 75.0 | 100.0 | 50.0 | 75.0 |" in shown
-    assert "| *other* [2] | – | 40.0 | – | – |" in shown
-    assert "| *other* [2] | – | 80.0 | – | 77.0 |" in shown
-    assert shown.count("| *only a mean* [3] | – | – | – | 60.1 |") == 1

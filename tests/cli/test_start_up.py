@@ -122,18 +122,6 @@ def test_versions_of_mergekit(monkeypatch, capsys, version, works):
         assert "works with mergekit>=0.1.5,<0.2" in line
 
 
-def test_lives_with_another_finder_of_its_kind(monkeypatch):
-    """One that asks all the others, as ours does."""
-
-    class Other(mergekit_ace._HostFinder):
-        pass
-
-    monkeypatch.setattr(sys, "meta_path", [Other, *sys.meta_path])
-    spec = Other.find_spec("mergekit.merge_methods", sys.modules["mergekit"].__path__)
-    assert spec.origin == merge_methods.__file__
-    assert Other.find_spec("mergekit.merge_methods", ["/nowhere"]) is None
-
-
 def test_every_public_name_can_be_imported():
     for name in mergekit_ace.__all__:
         assert getattr(mergekit_ace, name) is not None
