@@ -85,7 +85,7 @@ def find_quantisation(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Q
         return None
     sources = {name: (codes, scales) for name, codes, scales in pairs if scales in stored}
     groups = (settings.get("config_groups") or {}).values()  # of compressed-tensors
-    named = (group.get("weights", {}).get("block_structure") for group in groups)
+    named = ((group.get("weights") or {}).get("block_structure") for group in groups)
     block = settings.get("weight_block_size") or next(filter(None, named), None)
     return Quantisation(method, tuple(block) if block else None, sources) if sources else None
 
