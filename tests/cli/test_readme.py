@@ -38,10 +38,10 @@ TRAINING = {
     "models": [{"model": name, "data": {"path": "a.jsonl", "text": "text"}} for name in ("a", "b")],
     "task": "causal-lm",
 }
-# The family of the judge that a row of "Which method" speaks of.
 RECOMMENDED = {  # where the table of methods says what to take for a family of the judge
     "smollm 40 steps": "language model |",
     "smollm-control": "language model |",
+    "smollm-muon 40 steps": "language model |",
     "smollm-lora": "LoRA adapters",
     "images": "image classifiers",
 }
