@@ -397,7 +397,7 @@ def _solve_dual(
 
 
 def _largest_rows(matrix: Tensor) -> Tensor:
-    """Return which rows the error is measured by: what no expert has changed has none."""
+    """Return the numbers of the largest rows, to measure the error by: unchanged rows are 0."""
     sizes = torch.linalg.vector_norm(matrix, dim=1)
     return sizes.topk(min(PROBED_ROWS, len(sizes))).indices
 
@@ -434,7 +434,7 @@ def _refine(
     of the experts is left out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
-    squares = gram(wide.double()).nan_to_num_()  # of a singular A, which its error tells
+    squares = gram(wide.double()).nan_to_num_()  # eigh fails over NaN, which a singular A leaves
     values, directions = leading_eigenpairs(squares, min(problem.rank, len(squares)))
     sigma = values.clamp(min=0).sqrt()
     strength = sigma.sum() / problem.rank  # of a core, which may have fewer directions than k

@@ -163,8 +163,8 @@ def select_active(
             if not version.isfinite().all():
                 raise ValueError(f"{name} contains NaN or Inf")
         if tau[t] == math.inf or not task_vector(expert, base, dtype).isfinite().all():
-            said = f"the task vector of expert {t} overflows {dtype}; compute_dtype: float64"
-            raise OverflowError(f"{said}, where the method has it, holds more")
+            said = f"the task vector of expert {t} overflows {dtype}"
+            raise OverflowError(f"{said}; write compute_dtype: float64, if the method has it")
     changed = tuple(
         int(value > 0 and not is_base_rounded(expert, base, value, size))
         for expert, value in zip(experts, tau, strict=True)

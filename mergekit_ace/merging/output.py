@@ -52,7 +52,7 @@ SCRATCH_FOLDER = ".merging"
 _INDEX = INDEX_FILES[0]
 # What makes a directory a model: these go first when it is begun anew, and come last at the end.
 _MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")
-_WEIGHTS = (
+_CONTENT = (
     "model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors", "adapter_config.json"
 )  # fmt: skip
 
@@ -101,7 +101,7 @@ def check_own(folder: Path, *, overwrite: bool) -> None:
         return
     killed = (SCRATCH_FOLDER, LOCK_FILE, f"{MANIFEST_FILE}.partial")  # what a kill leaves
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in killed)
-    model = [name for name in foreign if any(fnmatch(name, part) for part in (*_MARKS, *_WEIGHTS))]
+    model = [name for name in foreign if any(fnmatch(name, part) for part in (*_MARKS, *_CONTENT))]
     if foreign and not (model and overwrite):
         what = f"{'a model that is' if model else 'files that are'} none of a merge"
         remedy = f"choose a new or empty folder{', or --overwrite' if model else ''}"
@@ -168,7 +168,7 @@ class OutputFolder:
 
         With `overwrite`, drop the model, or the unfinished merge, that is there.
         """
-        dropped = (MANIFEST_FILE, *_WEIGHTS, *READ_BESIDE) if overwrite else ()
+        dropped = (MANIFEST_FILE, *_CONTENT, *READ_BESIDE) if overwrite else ()
         for pattern in (*(set(_MARKS) - set(kept)), *dropped):
             for path in self.path.glob(pattern):
                 path.unlink()

@@ -33,7 +33,7 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.coefficients import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import INPUTS, LAYOUT, SIDE, WEIGHT, option_parameters
 
-_OF_INPUTS = ("coefficients", "covariances")  # files that by default belong to those of inputs
+_OF_INPUTS = ("coefficients", "covariances")  # with one of these, `side: auto` is inputs
 # A flatness of Σ S_t: 0.78 in the median after Muon, 0.10 after AdamW (the judge's llama families).
 WHITENED = 0.5
 SMALLEST = 128  # columns of a matrix whose covariance is worth a word

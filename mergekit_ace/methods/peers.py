@@ -287,10 +287,8 @@ class ConsensusMerge(TaskVectorMethod):
         select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
 
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            merged = torch.empty_like(
-                base, dtype=active.dtype, memory_format=torch.contiguous_format
-            )
-            merged, selected = merged.copy_(base), 0
+            whole = {"copy": True, "memory_format": torch.contiguous_format}
+            merged, selected = base.to(active.dtype, **whole), 0
             origin, *versions = map(as_rows, (base, *active.experts))
             for rows in blocks(len(origin), len(versions) * origin.shape[1], base.device):
                 stack = form_stack(origin[rows], [one[rows] for one in versions], active.dtype)

@@ -54,7 +54,7 @@ MORE = 8  # tokens that an answer may be longer than the right one
 def run_scoring(
     config: ScoreConfig, out: Path, *, overwrite: bool = False, quiet: bool = False
 ) -> Scores:
-    """Score merges; `out` gets `scores.json`, from which a run that was stopped goes on."""
+    """Score merges into `out`, or go on with what is there; a `ConfigError` names mistakes."""
     with locked(out):
         others = [path.name for path in out.iterdir() if path.name != LOCK_FILE]
         if others and SCORES not in others:
@@ -256,7 +256,7 @@ def answer_matches(
     model: PreTrainedModel, samples: Sequence[Example], data: DataConfig, tokenizer: Any
 ) -> list[bool]:
     """Return of every prompt whether the model writes the completion, see `same_answer`."""
-    # By the tokenizer that all share: what a model's configs call an end may differ among equals.
+    # Of the tokenizer, which all share: configs of equal models may name other end tokens.
     ends = [number for number, one in tokenizer.added_tokens_decoder.items() if one.special]
     matches = [False] * len(samples)
     for places in batches_by_length([one["input_ids"] for one in samples], model.device):

@@ -46,7 +46,7 @@ def run_search(
     config: SearchConfig, score: ScoreConfig, out: Path, *, overwrite: bool = False,
     quiet: bool = False,
 ) -> str:  # fmt: skip
-    """Search merges; `out` gets the study, which any number of processes share, and the best."""
+    """Search merges; `out` gets study and best merge. A `ConfigError` names what is wrong."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     out.mkdir(parents=True, exist_ok=True)
     if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
