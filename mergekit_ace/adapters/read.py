@@ -16,7 +16,6 @@ from functools import lru_cache, reduce
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-import huggingface_hub
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
@@ -171,19 +170,8 @@ def find_changes(
 
 def adapter_folder(reference: ModelPath) -> Path:
     """Return where an adapter's files are, once they are downloaded."""
-    if folder := files.existing_folder(reference.path):
-        return folder
     wanted = ["adapter_config.json", "adapter_model.safetensors", *files.TOKENIZER_FILES]
-    try:
-        folder = huggingface_hub.snapshot_download(
-            reference.path,
-            revision=reference.revision,
-            allow_patterns=wanted,
-            cache_dir=LoaderCache().hf_cache_dir,
-        )
-    except Exception as error:  # of many kinds: no such model, no access, no network
-        raise files.unreachable(reference, error) from error
-    return Path(folder)
+    return files.downloaded(reference, wanted, LoaderCache().hf_cache_dir)
 
 
 def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:

@@ -43,6 +43,7 @@ DTYPES = {
 }  # fmt: skip
 FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
+MODEL_FILES = ("*.safetensors", "*.json", "tokenizer.model")  # which mergekit downloads
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
 _AGAIN = "download or save it again"
 _CONVERT = (
@@ -237,6 +238,17 @@ def hub_file(part: ModelPath, name: str, *, cached: bool = False, **options: Any
         if cached and isinstance(known, str):
             return Path(known)
         return Path(huggingface_hub.hf_hub_download(*place, revision=revision, **options))
+    except Exception as error:  # of many kinds: no such model, no access, no network
+        raise unreachable(part, error) from error
+
+
+def downloaded(part: ModelPath, patterns: Sequence[str], cache: str | None = None) -> Path:
+    """Return the folder of a model, downloaded if it is none here; offline, from the cache."""
+    if folder := existing_folder(part.path):
+        return folder
+    options: dict[str, Any] = {"revision": part.revision, "allow_patterns": patterns}
+    try:
+        return Path(huggingface_hub.snapshot_download(part.path, cache_dir=cache, **options))
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise unreachable(part, error) from error
 
@@ -460,10 +472,20 @@ def _is_derived(path: Path) -> bool:
     return bool(made) and all(own[name] == config[name] for name in shared)
 
 
-def open_quantised(models: Iterable[ModelReference]) -> None:
-    """Let mergekit's cache read quantised models dequantised."""
+def open_models(
+    models: Iterable[ModelReference], folders: Mapping[ModelReference, str] | None = None
+) -> None:
+    """Let mergekit's cache read models, dequantised; `folders` are taken where they exist.
+
+    mergekit itself asks the Hub for every model, even offline, and may find another commit.
+    """
     cache = LoaderCache()
     for model in models:
+        if model not in cache.loaders:
+            folder = (folders or {}).get(model, "")
+            if not os.path.isdir(folder):  # as on another node of a cluster
+                folder = str(downloaded(model.model, MODEL_FILES, cache.hf_cache_dir))
+            cache.loaders[model] = LazyTensorLoader.from_disk(folder, cache.lazy_unpickle)
         loader = cache.get(model)
         config = json_or_empty(Path(loader.index.base_path, "config.json"))
         quantisation = find_quantisation(config, loader.index.tensor_paths)

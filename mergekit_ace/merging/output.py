@@ -20,6 +20,8 @@ from typing import Any, Literal
 import click
 import torch
 from mergekit import card
+from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
 from mergekit.merge import (
     _copy_tagalong_files,
     _copy_tokenizer,
@@ -240,8 +242,10 @@ class OutputFolder:
         if plan.options.write_model_card:
             (staging / "README.md").write_text(_model_card(plan, self.path.name), "utf-8")
             (staging / "mergekit_config.yml").write_text(plan.config.source, "utf-8")
-        # mergekit would merge an adapter to copy files from it
-        donor = plan.config.model_copy(update={"base_model": base_of(config_donor(plan.config))})
+        # mergekit would merge an adapter to copy files from it, and ask the Hub for a model
+        place = LoaderCache().get(base_of(config_donor(plan.config))).index.base_path
+        local = ModelReference(model=ModelPath(path=place))
+        donor = plan.config.model_copy(update={"base_model": local})
         if tokenizer is None and plan.options.copy_tokenizer:
             try:
                 _copy_tokenizer(donor, str(staging), plan.options)

@@ -19,7 +19,7 @@ from mergekit.options import MergeOptions
 from mergekit_ace.adapters.merge import GatherAdapted, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.files.checkpoints import Checkpoints, open_quantised, tokenizer_donor
+from mergekit_ace.files.checkpoints import Checkpoints, open_models, tokenizer_donor
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
@@ -48,11 +48,11 @@ def plan_run(
     assert plan is not None  # else there are errors
     cache, models = LoaderCache(), plan.config.referenced_models()
     adapters = read_adapters(models)
+    open_models(map(base_of, models))
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)
         cache.loaders[model] = cache.get(base_of(model))  # mergekit would merge the adapter
-    open_quantised(models)
     saves = {}
     for name, save in plan.saves.items():
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)

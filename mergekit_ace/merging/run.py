@@ -81,7 +81,8 @@ def run_shards(
         todo = [shard for shard in shards if shard.file not in folder.manifest.files]
         if not folder.manifest.complete:
             memory = estimate_merge(plan, checkpoints).memory if ray else 0
-            job = MergeJob(options, plan.tokenizer_task, tokenizer, str(folder.scratch))
+            models = {m: one.index.base_path for m, one in LoaderCache().loaders.items()}
+            job = MergeJob(options, plan.tokenizer_task, tokenizer, str(folder.scratch), models)
             count, address = (workers, ray) if todo else (1, None)
             compute = find_workers(job, count, address, memory)  # before anything is dropped
             folder.begin(overwrite=anew, kept=edited)

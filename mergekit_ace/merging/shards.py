@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from mergekit.common import ImmutableMap, dtype_from_name
+from mergekit.common import ImmutableMap, ModelReference, dtype_from_name
 from mergekit.graph import Executor, TaskHandle, TaskUniverse
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
@@ -22,7 +22,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tqdm import tqdm
 
 from mergekit_ace.adapters.read import base_of
-from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_quantised
+from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_models
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.methods.base import is_finite, take_notices
 from mergekit_ace.naming import ConfigError, FileError
@@ -54,6 +54,7 @@ class MergeJob:
     builder: BuildTokenizer | None  # mergekit's task that builds the tokenizer of the result
     tokenizer: TokenizerInfo | None  # what it has built
     scratch: str  # folder of unfinished files, below that of the result
+    models: Mapping[ModelReference, str]  # folders of models
     folder: str = field(default_factory=os.getcwd)  # where relative paths of the config start
     threads: int = field(default_factory=torch.get_num_threads)  # they change last bits of sums
     versions: Mapping[str, str] = field(default_factory=lambda: package_versions(*MERGE_PACKAGES))
@@ -130,7 +131,7 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     torch.set_num_threads(job.threads)
     LoaderCache().setup(job.options)
     tensors = [PlannedTensor(save.tensor_task) for save in shard.saves]
-    open_quantised(base_of(model) for tensor in tensors for model in tensor.weights)
+    open_models({base_of(m) for tensor in tensors for m in tensor.weights}, job.models)
     # Random methods: the same draws whoever computes the shard, and whenever.
     transformers.set_seed(((job.options.random_seed or 0) + shard.index) % 2**32)
     folder = Path(tempfile.mkdtemp(prefix=f"{shard.file}-", dir=job.scratch))

@@ -100,7 +100,7 @@ def test_a_layer_that_occurs_twice(compare, llamas, flags):
     compare(config, *flags)
 
 
-def test_names_on_the_hub(tmp_path, compare, monkeypatch):
+def test_names_on_the_hub(tmp_path, compare, merge, monkeypatch):
     """Models that were downloaded before, by their names; what is there is told by an imitation."""
     cache, names = tmp_path / "cache", []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
@@ -118,3 +118,7 @@ def test_names_on_the_hub(tmp_path, compare, monkeypatch):
     monkeypatch.setattr("huggingface_hub.list_repo_files", list_repo_files)
     ours = compare(ace_config(names, tokenizer={"source": "base"}), *SHARDS)
     assert all(str(cache) in path for path in Manifest.read(ours).identity["inputs"])
+    # offline, and by workers, which do not know of this cache
+    monkeypatch.setattr("huggingface_hub.list_repo_files", None)
+    merge(linear(names[:1]), *SHARDS, "--workers", "2", out="offline")
+    assert (tmp_path / "offline" / "tokenizer.json").is_file()
