@@ -317,7 +317,10 @@ def check(config: Path, out: Path | None, **flags: Any) -> None:
         raise SystemExit(1)
 
 
-@main.command(example="inspect ace.yml inspected/", flags=READING_FLAGS)
+@main.command(
+    example="inspect ace.yml inspected/",
+    flags=[flag for flag in READING_FLAGS if "lora" not in flag],  # it reads adapters as they are
+)
 @CONFIG
 @OUT
 @click.option("--tensors", multiple=True, metavar="PART", help="Only names that contain it.")

@@ -34,15 +34,14 @@ _FREE_FLAGS = """quiet verbosity lazy_unpickle async_write write_threads gpu_ric
 
 
 def plan_run(
-    path: Path, options: MergeOptions, unplanned: Treatment, *, strict: bool
+    path: Path, options: MergeOptions, unplanned: Treatment, *, strict: bool, end: str = ""
 ) -> tuple[PlannedMerge, Checkpoints]:
     """Find or download the models of a merge, and plan it; also return their headers.
 
     A `ConfigError` names all that mergekit leaves out and, where `strict`, all that is wrong by the
-    check, with the remedies.
+    check, with the remedies and `end`.
     """
     preflight = check_merge(path, options, unplanned=unplanned, strict=strict)
-    end = "Nothing was merged" + ("; --no-check leaves this check out" if strict else "")
     raise_errors(preflight.findings, quiet=options.quiet, end=end)
     plan, checkpoints = preflight.plan, preflight.checkpoints
     assert plan is not None  # else there are errors

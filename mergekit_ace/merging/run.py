@@ -63,7 +63,8 @@ def run_shards(
     check_own(path, overwrite=anew)
     with locked(path), own_loaders():
         known = None if anew else Manifest.read(path)
-        plan, checkpoints = plan_run(config, options, unplanned, strict=strict)
+        end = "Nothing was merged" + ("; --no-check leaves this check out" if strict else "")
+        plan, checkpoints = plan_run(config, options, unplanned, strict=strict, end=end)
         identity = fingerprint(plan)
         if known and (changed := differences(known.identity, identity)):
             if not overwrite:

@@ -171,7 +171,7 @@ def _of_experts(report: Report) -> Iterator[str]:
     strongest = max(report.norms)
     for name, norm, size in zip(report.experts, report.norms, report.relative_sizes, strict=True):
         if norm == 0:
-            yield f"{name} does not differ from the base at all: is it the right checkpoint?"
+            yield f"{name} takes no part: it is the base itself, or its weight is 0."
         elif norm < WEAK * strongest:
             less = f"{strongest / norm:.0f} times less than the strongest expert"
             yield f"{name} has moved {less}: a merge easily loses what it learned."

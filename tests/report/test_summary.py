@@ -84,7 +84,7 @@ WORDS = {  # lines, what they say, and what they do not say
     "odd experts": (
         layers(4, [0.0, 1.0, 4000.0]),
         [
-            "expert-0 does not differ from the base at all",
+            "expert-0 takes no part: it is the base itself",
             "expert-1 has moved 63 times less than the strongest expert",
             "expert-2 is 63% of the base's size away",
         ],
