@@ -147,7 +147,8 @@ def layer_lists(config: MergeConfiguration, trust_remote_code: bool) -> dict[str
     mergekit leaves the base's there, and transformers saves no config that contradicts itself.
     """
     found: dict[str, list[Any]] = {}
-    for piece in config.slices or ():
+    modules = (config.modules or {}).values()
+    for piece in config.slices or next((m.slices for m in modules if m.slices), ()):
         source = piece.sources[0]
         settings = source.model.config(trust_remote_code=trust_remote_code).get_text_config()
         for name in _LAYER_LISTS:

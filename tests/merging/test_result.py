@@ -74,7 +74,8 @@ def test_a_result_that_lacks_tensors_is_refused_before_it_is_written(tmp_path, m
     assert Manifest.read(out).complete
 
 
-def test_more_layers_of_two_kinds(tmp_path, merge):
+@pytest.mark.parametrize("module", ["", "default"])
+def test_more_layers_of_two_kinds(tmp_path, merge, module):
     """mergekit-yaml fails over these at its very end."""
     kinds = ["full_attention", "sliding_attention"]
     settings = {**LLAMA, "layer_types": kinds, "use_sliding_window": True}
@@ -83,7 +84,8 @@ def test_more_layers_of_two_kinds(tmp_path, merge):
         {"sources": [{"model": path, "layer_range": place}]}
         for path, place in zip(paths[1:], ([0, 2], [1, 2]), strict=True)
     ]
-    merge({"merge_method": "passthrough", "slices": pieces, "dtype": "float32"})
+    form = {"modules": {module: {"slices": pieces}}} if module else {"slices": pieces}
+    merge({"merge_method": "passthrough", "dtype": "float32", **form})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.config.layer_types == [*kinds, "sliding_attention"]
     said = command("check", tmp_path / "merge.yml", fails=True)
