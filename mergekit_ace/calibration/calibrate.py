@@ -32,6 +32,7 @@ from mergekit_ace.check.check import DEQUANTISE
 from mergekit_ace.files.checkpoints import weight_files
 from mergekit_ace.files.saving import check_apart, locked, occupied, package_versions, save_tensors
 from mergekit_ace.merging.output import MANIFEST_FILE
+from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training import models, tasks
 from mergekit_ace.training.config import DataConfig, ExpertConfig, Strict, Task
@@ -55,9 +56,8 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Weights: TypeAlias = Mapping[str, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 Step: TypeAlias = tuple[Tensor, Tensor]  # what layers read, (n, length, i), and the stream there
-# Share of the way from the merge to the solution that weights go. For full fine-tunes, half of it
-# gains nearly as much on held-out texts, and changes less of what the samples do not show. Adapters
-# gain more by all of it.
+# Share of the way from the merge to the solution that weights go. Of full fine-tunes, half of it
+# gains nearly as much on held-out texts, and changes less besides; adapters gain more by all of it.
 STEP, STEP_OF_ADAPTERS = 0.5, 1.0
 SAMPLES = 64  # of each teacher, unless its data says otherwise
 SEED = 0  # of the draw of samples
@@ -193,10 +193,8 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     left = shutil.ignore_patterns(MANIFEST_FILE, *(shard.name for shard in shards))
     shutil.copytree(merge.folder, work / "result", ignore=left)
     for shard in shards:
-        tensors = {
-            name: (solved if name in solved else start)[name].to(stored.dtype)
-            for name, stored in models.map_file(shard).items()
-        }
+        stored = models.map_file(shard).items()
+        tensors = {n: (solved if n in solved else start)[n].to(one.dtype) for n, one in stored}
         save_tensors(work / "result" / shard.name, tensors, {"format": "pt"})
     with open(work / "result" / "README.md", "a", encoding="utf-8") as card:
         card.write(f"\n\n{_card_section(config, teachers, step, way)}\n")
@@ -461,8 +459,7 @@ def _solve(group: tuple[str, ...], merge: nn.Module, teachers: Sequence[SampleTe
     """
     linears: list[Any] = [merge.get_submodule(name) for name in group]
     writes, bias = group[0] in WRITERS, linears[0].bias
-    gram: Any = 0.0
-    crosses: list[Any] = [0.0] * len(group)
+    gram, *crosses = [cast(Any, 0.0)] * (1 + len(group))
     for teacher in teachers:
         rows = [
             (ours[0][one.tokens], theirs[0][one.tokens], (theirs[1] - ours[1])[one.tokens])
@@ -477,6 +474,9 @@ def _solve(group: tuple[str, ...], merge: nn.Module, teachers: Sequence[SampleTe
         product = share * (outer.mT @ inputs).double()
         for n, linear in enumerate(own):  # Y_t = X W_tᵀ; biases stay those of the merge
             crosses[n] = crosses[n] + (product if writes else linear.weight.double() @ product)
+        if not all(map(is_finite, (gram, *crosses))):
+            whose = getattr(teacher.weights if is_finite(gram) else 0, "reference", "the merge")
+            raise ConfigError(f"{whose} answers NaN or Inf to a text; leave it out")
     ridged = gram.clone()
     # Inputs that are all zero leave nothing to invert; any positive number then keeps the start.
     ridged.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(1e-30))
