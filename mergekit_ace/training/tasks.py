@@ -101,8 +101,8 @@ class CausalLanguageModel(ModelKind):
     def encode(self, row: dict[str, Any], data: DataConfig, processor: Any) -> Example | None:
         prompt, answer = _prompt_and_answer(row, data, processor)
         sample = _answered(torch.tensor(prompt), torch.tensor(answer or [], dtype=torch.long))
-        if answer is None:  # a prompt that fills max_length leaves no room for an answer
-            return sample if len(prompt) < data.max_length else None
+        if answer is None:  # a prompt that is empty asks nothing; one of max_length leaves no room
+            return sample if 0 < len(prompt) < data.max_length else None
         sample = {n: tensor[: data.max_length].clone() for n, tensor in sample.items()}
         sample["supervised"][0:1] = False  # nothing comes before it
         true = sample["input_ids"][sample["supervised"]]

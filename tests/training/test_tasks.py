@@ -29,9 +29,8 @@ TALK = [{"role": role, "content": content} for role, content in SAID]
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
 ROW = {"t": "w1 w2 w3 w4", "q": "w1 w2 w3", "a": "w4 w5", "m": TALK, "c": [TALK[0], CALL],
        "one": "w1", "i": [{"role": "ipython", "content": "w9"}, *TALK], "u": TALK[:-1],
-       "nothing": None}  # fmt: skip
-ANSWERED = {"prompt": "q", "completion": "a"}
-UNANSWERED = ""  # the expert writes the answer
+       "nothing": None, "empty": ""}  # fmt: skip
+ANSWERED, UNANSWERED = {"prompt": "q", "completion": "a"}, ""  # then the expert writes it
 
 
 def encode(row, task="causal-lm", template=None, **columns):
@@ -49,6 +48,7 @@ def encode(row, task="causal-lm", template=None, **columns):
         (None, {**ANSWERED, "max_length": 4}, "w4"),
         (None, {**ANSWERED, "max_length": 3}, None),
         (None, {"prompt": "q"}, UNANSWERED),
+        (None, {"prompt": "empty"}, None),
         (CHAT, {"messages": "m"}, "w5 </s>"),
         (CHAT, {"messages": "i"}, "w5 </s>"),
         (CHAT, {"messages": "c"}, "</s>"),
