@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from mergekit_ace.files.saving import write_text
+from mergekit_ace.methods.base import is_finite
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.training.config import DataConfig, Task
 
@@ -373,11 +374,13 @@ def write_own_texts(
         return data
     length, start = fit_to_model(data, model).max_length, first_token(tokenizer)
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": length - 1, "pad_token_id": start}
-    texts = []
+    texts, begun = [], torch.full((_AT_ONCE, 1), start, device=model.device)
     with torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+        if not is_finite(model(input_ids=begun[:1]).logits):
+            raise ConfigError(f"model {model.name_or_path} answers NaN or Inf; leave it out")
         for done in tqdm(range(0, count, _AT_ONCE), "writing texts", disable=quiet):
             torch.manual_seed(done)
-            begun = torch.full((min(_AT_ONCE, count - done), 1), start, device=model.device)
+            begun = begun[: count - done]
             written = _generate(model, begun, torch.ones_like(begun), **settings)
             # The tokenizer puts the first token before a text by itself, if texts have one.
             texts += tokenizer.batch_decode(written[:, 1:], clean_up_tokenization_spaces=False)
