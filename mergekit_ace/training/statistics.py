@@ -98,8 +98,10 @@ def describe_tensors(models: Models, reader: SampleReader) -> tuple[MeasuredTens
     model, on_disk = reader.model, map_folder(models.experts[0])
     merged = models.merged_names(model)
     rows = read_rows(reader.data, models.config.training.seed)
-    samples = reader.read(rows.select(range(min(_AT_ONCE, len(rows)))), "first", 1, quiet=True)
-    inputs = shared_inputs(reader, samples[0], linear_layers(model, merged))
+    encoded = (reader.kind.encode(dict(row), reader.data, reader.processor) for row in rows)
+    first = next((place for place, one in enumerate(encoded) if one is not None), 0)
+    sample = reader.read(rows.select([first]), "first", 1, quiet=True)[0]
+    inputs = shared_inputs(reader, sample, linear_layers(model, merged))
     parameters = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
     every = dict(model.named_parameters(remove_duplicate=False))
     tensors = []
