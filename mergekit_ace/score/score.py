@@ -301,14 +301,19 @@ class Harness:
             raise ConfigError(said) from error
         self._manager = TaskManager(include_path=folder and os.path.expanduser(folder))
         for task in tasks:
-            if not self._manager.match_tasks([task]):
+            if task not in {*self._manager.all_subtasks, *self._manager.all_groups}:  # or a tag
                 said = f"lm-evaluation-harness has no task {task}; `lm_eval ls tasks` lists them"
                 raise ConfigError(said)
 
     def _load(self, task: str) -> Any:
         """Return a task with its questions, read once; a group of tasks by its name."""
         if task not in self._loaded:
-            self._loaded[task] = self._manager.load_task_or_group([task]).get(task, task)
+            found = self._manager.load_task_or_group([task])
+            for group in found.keys() - {task}:
+                if not group.config.get("aggregate_metric_list"):
+                    said = f"{task} is a group of tasks without a result of its own"
+                    raise ConfigError(f"{said}; name its tasks")
+            self._loaded[task] = found.get(task, task)
         return self._loaded[task]
 
     def count(self, task: str) -> int:
