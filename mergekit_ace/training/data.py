@@ -77,7 +77,7 @@ def _read(config: DataConfig, split: str) -> Dataset:
     if reader is None and path.is_file():
         raise ConfigError(f"{whose} is of no kind that can be read: {', '.join(READERS)}")
     saved = [(path / name).is_file() for name in ("state.json", "dataset_dict.json")]
-    if (reader or saved[0]) and split != config.split:
+    if (reader or saved[0]) and (config.validation_split or config.test_split):
         raise ConfigError(f"{whose} is one split; leave out validation_split and test_split")
     try:
         if reader is not None:
