@@ -102,7 +102,8 @@ def use_adapters(
         gather = task.gather_tensors.model_copy(update={"gather_tensors": gather})
         return task.model_copy(update={"gather_tensors": gather})
     task = task.model_copy(update={"gather_tensors": gather})
-    bases = {base_of(model) for model in planned.weights}
+    # layers of slices may be others of the same base
+    bases = {(base_of(model), weight.name) for model, weight in planned.weights.items()}
     on_adapter = planned.base is not None and planned.base.lora is not None
     if not changes or len(bases) > 1 or on_adapter or leaves_span(planned, changes.values()):
         return task

@@ -157,8 +157,12 @@ def test_layers_elsewhere_and_full_models(family, compare, tmp_path):
     tiny_llama(seed=5).save_pretrained(full)
     experts = [f"{family[0]}+{path}" for path in family[1:3]]
     slices = [
-        {"sources": [{"model": model, "layer_range": [n, n + 1]} for model in models]}
-        for n, models in ((1, [family[0], *experts]), (0, [family[0], experts[1], full]))
+        {"sources": [{"model": m, "layer_range": [n, n + 1]} for n, m in sources]}
+        for sources in (
+            [(1, family[0]), *((1, expert) for expert in experts)],
+            [(0, family[0]), (0, experts[1]), (0, full)],
+            [(0, family[0]), (1, experts[0])],  # a change of another layer than the base's
+        )
     ]
     config = {"merge_method": "ace", "base_model": family[0], "slices": slices, "dtype": "float32"}
     config["parameters"] = {"weight": 0.7}
