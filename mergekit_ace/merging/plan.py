@@ -15,6 +15,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
+from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.merge import GatherAdapted, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
@@ -57,6 +58,16 @@ def plan_run(
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)
         saves[name] = save.model_copy(update={"tensor_task": task})
     return replace(plan, saves=saves), checkpoints
+
+
+def build_tokenizer(plan: PlannedMerge) -> TokenizerInfo | None:
+    """Build a result's tokenizer; mergekit forgets tokens that a model's table has no row of."""
+    if plan.tokenizer_task is None:
+        return None
+    built = plan.tokenizer_task.execute()
+    lacking = dict.fromkeys(built.tokenizer.get_vocab().values(), -1)
+    built.permutations |= {model: lacking | rows for model, rows in built.permutations.items()}
+    return built
 
 
 def in_float32(task: ExecuteMergeMethodTask) -> ExecuteMergeMethodTask:

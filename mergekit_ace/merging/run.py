@@ -22,7 +22,7 @@ from mergekit_ace.check.loading import merged_model, quiet_transformers, verify_
 from mergekit_ace.files.checkpoints import check_references, config_donor, own_loaders
 from mergekit_ace.files.saving import differences, locked, occupied
 from mergekit_ace.merging.output import Manifest, OutputFolder, check_own, say
-from mergekit_ace.merging.plan import fingerprint, input_files, plan_run
+from mergekit_ace.merging.plan import build_tokenizer, fingerprint, input_files, plan_run
 from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
 from mergekit_ace.methods.architecture import model_class
@@ -72,11 +72,7 @@ def run_shards(
             known, anew = None, True
         folder = OutputFolder(path, known or Manifest(identity=identity))
         folder.check_inputs(input_files(plan), plan.named_paths("report"))
-        tokenizer = plan.tokenizer_task.execute() if plan.tokenizer_task else None
-        if tokenizer:  # mergekit forgets the tokens that a model's table has no row of
-            numbers = dict.fromkeys(tokenizer.tokenizer.get_vocab().values(), -1)
-            for model, rows in tokenizer.permutations.items():
-                tokenizer.permutations[model] = {**numbers, **rows}
+        tokenizer = build_tokenizer(plan)
         shards = divide_into_shards(plan, checkpoints, tokenizer)
         edited = folder.find_finished(plan, shards) if known else set()
         todo = [shard for shard in shards if shard.file not in folder.manifest.files]

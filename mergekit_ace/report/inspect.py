@@ -13,7 +13,7 @@ import click
 import torch
 from mergekit import merge_methods
 from mergekit.common import ModelReference
-from mergekit.graph import Executor, Task
+from mergekit.graph import Executor, Task, TaskHandle, TaskUniverse
 from mergekit.merge_methods.base import ParameterScope, TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from mergekit_ace.algebra.inspection import compare_entries, evenly_spaced
 from mergekit_ace.files.checkpoints import own_loaders
 from mergekit_ace.files.saving import occupied, write_text
-from mergekit_ace.merging.plan import in_float32, plan_run
+from mergekit_ace.merging.plan import build_tokenizer, in_float32, plan_run
 from mergekit_ace.methods.base import (
     MERGE_ERRORS,
     TaskVectorMethod,
@@ -60,7 +60,11 @@ def run_inspection(
         selected = select(planned, tensors, sample)
         # by mergekit's own executor, which reads, moves and frees tensors as in a merge
         tasks: list[Task] = [InspectTensor(**vars(in_float32(planned[name]))) for name in selected]
-        executor = Executor(tasks, math_device=torch.device(options.device or "cpu"))
+        universe, device = TaskUniverse(tasks), torch.device(options.device or "cpu")
+        handles, values = [universe.add_task(task) for task in tasks], dict[TaskHandle, Any]()
+        if plan.tokenizer_task is not None:
+            values[universe.add_task(plan.tokenizer_task)] = build_tokenizer(plan)
+        executor = Executor(handles, math_device=device, cached_values=values)
         work = (record for _, record in executor.run(quiet=True))
         bar = tqdm(work, "inspecting", len(selected), unit="tensor", disable=quiet)
         records = sorted(filter(None, bar), key=lambda record: natural_order(record.name))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from checkpoints import ace_config, rewrite, save_family, tiny_llama
+from checkpoints import ace_config, rewrite, save_family, save_tokenizer, tiny_llama
 from commands import command
 from measured_files import measured_checkpoints, needs_statistics
 from peft_models import config_of, save_adapters
@@ -197,6 +197,14 @@ def test_models_that_are_missing_and_folders_that_cannot_be_used(tmp_path, inspe
     models = [{"model": path} for path in paths]
     linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 1}}
     assert "add a line base_model:" in inspect(linear, out="linear", fails=True)
+
+
+def test_a_tokenizer_with_more_tokens_than_a_table_has_rows(tmp_path, inspect):
+    paths = save_family(tiny_llama(), tmp_path)
+    for path in paths:
+        save_tokenizer(path, map(str, range(40)), ["new"] * (path == paths[1]))
+    config = ace_config(paths, tokenizer={"source": paths[1]})
+    assert "model.embed_tokens.weight" in lines_of(inspect(config, "--tensors", "embed"))
 
 
 def test_adapters(tmp_path, inspect):
