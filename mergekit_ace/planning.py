@@ -166,7 +166,6 @@ def plan_merge(
         checkpoints: headers of the models, by which tensors keep a dtype that is wider than that of
             the rest; and without which mergekit leaves out what it has to convert in some layers.
     """
-    LoaderCache().setup(options)
     copy = config.model_copy(deep=True)  # planning rewrites the configuration
     architecture = find_architecture(copy.referenced_models(), config_donor(copy), options)
     out = _result_config(copy, architecture, options)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
@@ -107,6 +108,7 @@ def check_merge(
             itself, does with tensors that mergekit does not plan; None for `mergekit-yaml`.
         strict: without, only what hinders the plan is found.
     """
+    LoaderCache().setup(options)
     config, findings = check_file(path)
     if config is None:
         return Preflight(findings)
