@@ -303,12 +303,15 @@ def _check_functions(checkpoints: Checkpoints, config: MergeConfiguration) -> It
 def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `_FUNCTION`, with those of rotary positions among them.
 
-    These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`.
+    These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`; those of a
+    multimodal model in its `text_config`. transformers reads `mrope` as `default`.
     """
+    text = config.get("text_config")
+    config = {**(text if isinstance(text, dict) else {}), **config}
     rotary: dict[str, Any] = {}
     for part in (config.get("rope_scaling"), config.get("rope_parameters")):
-        rotary |= part if isinstance(part, dict) else {}
-    kind = rotary.pop("rope_type", rotary.pop("type", "default"))
+        rotary |= part.get("full_attention", part) if isinstance(part, dict) else {}
+    kind = rotary.pop("rope_type", rotary.pop("type", "default")).replace("mrope", "default")
     return {n: config[n] for n in _FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 
