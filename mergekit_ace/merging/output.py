@@ -57,6 +57,7 @@ _MARKS = ("config.json", _INDEX, "pytorch_model.bin.index.json")
 _CONTENT = (
     "model*.safetensors", "pytorch_model*.bin", "adapter_model.safetensors", "adapter_config.json"
 )  # fmt: skip
+_CARD = ("README.md", "mergekit_config.yml")
 
 
 def say(plan: PlannedMerge, text: str) -> None:
@@ -170,7 +171,7 @@ class OutputFolder:
 
         With `overwrite`, drop the model, or the unfinished merge, that is there.
         """
-        dropped = (MANIFEST_FILE, *_CONTENT, *READ_BESIDE) if overwrite else ()
+        dropped = (MANIFEST_FILE, *_CONTENT, *_CARD, *READ_BESIDE) if overwrite else ()
         for pattern in (*(set(_MARKS) - set(kept)), *dropped):
             for path in self.path.glob(pattern):
                 path.unlink()
