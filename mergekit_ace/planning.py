@@ -21,6 +21,7 @@ from mergekit.merge_methods import MergeMethod
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer
+from pydantic import ValidationError
 from transformers import PretrainedConfig
 
 from mergekit_ace.files.checkpoints import (
@@ -36,7 +37,7 @@ from mergekit_ace.files.checkpoints import (
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
 from mergekit_ace.methods.architecture import BUFFER, find_architecture, model_names
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, sweep
-from mergekit_ace.naming import in_bytes, is_counter, layer_of, listed, stack_size
+from mergekit_ace.naming import ConfigError, in_bytes, is_counter, layer_of, listed, stack_size
 
 Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
 _WHOLE_NUMBERS = ("int64",)  # dtypes of counters that mergekit reads, which are not merged
@@ -172,6 +173,10 @@ def plan_merge(
     planner = HeaderPlanner(checkpoints or {}, copy, architecture, options, out)
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
+    except ValidationError as error:  # which tells neither the parameter nor the method
+        found = error.errors()[0]
+        said = f"{config.merge_method} takes no parameter of {found['input']!r:.60}: {found['msg']}"
+        raise ConfigError(said) from error
     except RuntimeError as error:
         text, remedy = str(error), ""
         if "Missing required parameter weight" in text and str(copy.base_model) in text:
