@@ -306,8 +306,7 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     These stand in `rope_scaling` up to transformers 4, and later in `rope_parameters`; those of a
     multimodal model in its `text_config`. transformers reads `mrope` as `default`.
     """
-    text = config.get("text_config")
-    config = {**(text if isinstance(text, dict) else {}), **config}
+    config = {**(text if isinstance(text := config.get("text_config"), dict) else {}), **config}
     rotary: dict[str, Any] = {}
     for part in (config.get("rope_scaling"), config.get("rope_parameters")):
         rotary |= part.get("full_attention", part) if isinstance(part, dict) else {}
@@ -321,10 +320,11 @@ def _check_chat_templates(
     """Find a result without a chat template though all experts have one."""
     donor = tokenizer_donor(config)
     speaks = {
-        model: bool(json_or_empty(checkpoint.file(TOKENIZER_CONFIG)).get("chat_template"))
-        or any(map(checkpoint.file, ("chat_template.jinja", "chat_template.json")))
-        for model, checkpoint in checkpoints.items()
-        if model.lora is None and _has_tokenizer(checkpoint)
+        model: bool(json_or_empty(own.file(TOKENIZER_CONFIG)).get("chat_template"))
+        or any(map(own.file, ("chat_template.jinja", "chat_template.json")))
+        for model, one in checkpoints.items()
+        for own in [Checkpoint(ModelReference(model=model.lora), None, {}) if model.lora else one]
+        if _has_tokenizer(own)
     }
     if not config.chat_template and not speaks.pop(donor, True) and speaks and all(speaks.values()):
         yield Finding.warning(

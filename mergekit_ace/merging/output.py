@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import click
@@ -37,9 +38,11 @@ from mergekit_ace.files.checkpoints import (
     INDEX_FILES,
     MORE_TEMPLATES,
     READ_BESIDE,
+    TOKENIZER_CONFIG,
     TensorHeader,
     add_model_files,
     config_donor,
+    find_model_file,
     read_file_header,
 )
 from mergekit_ace.files.saving import LOCK_FILE, check_apart, flush_to_disk, sha256, write_text
@@ -233,20 +236,24 @@ class OutputFolder:
                 "weight_map": {name: Path(header.file).name for name, header in stored.items()},
             }
             (staging / _INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+        # mergekit would merge an adapter to copy files from it, and ask the Hub for the files of a
+        # model; it asks no adapter for its chat template
+        place = LoaderCache().get(base_of(config_donor(plan.config))).index.base_path
+        donor: Any = SimpleNamespace(
+            base_model=ModelReference(model=ModelPath(path=place)),
+            chat_template=plan.config.chat_template,
+            referenced_models=lambda: [*map(_speaker, plan.config.referenced_models())],
+        )
         if tokenizer is not None:
             built, multiple = tokenizer.tokenizer, plan.vocabulary_multiple
             _update_config_vocab(plan.out_config, plan.architecture, built, multiple)
-            _set_chat_template(built, plan.config)
+            _set_chat_template(built, donor)
             built.save_pretrained(staging)
         _untie_head(plan, stored)
         plan.out_config.save_pretrained(staging)
         if plan.options.write_model_card:
             (staging / "README.md").write_text(_model_card(plan, self.path.name), "utf-8")
             (staging / "mergekit_config.yml").write_text(plan.config.source, "utf-8")
-        # mergekit would merge an adapter to copy files from it, and ask the Hub for a model
-        place = LoaderCache().get(base_of(config_donor(plan.config))).index.base_path
-        local = ModelReference(model=ModelPath(path=place))
-        donor = plan.config.model_copy(update={"base_model": local})
         if tokenizer is None and plan.options.copy_tokenizer:
             try:
                 _copy_tokenizer(donor, str(staging), plan.options)
@@ -263,6 +270,12 @@ class OutputFolder:
         for name in sorted(names, key=lambda name: (name == "config.json", name in _MARKS)):
             self.move_in(staging / name, name)
         self.enter(hashes, complete=True)
+
+
+def _speaker(model: ModelReference) -> ModelReference:
+    """Return whose chat template counts for a model: its adapter's, if that has a tokenizer."""
+    own = model.lora if model.lora and find_model_file(model.lora, TOKENIZER_CONFIG) else None
+    return ModelReference(model=own or model.model)
 
 
 def _untie_head(plan: PlannedMerge, stored: dict[str, TensorHeader]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tiny_llama
+from checkpoints import save_tokenizer, tiny_llama
 from coefficient_files import make_file
 from commands import command, run_config
 from imitated_gpu import GPU, imitated_gpu
@@ -167,6 +167,16 @@ def test_layers_elsewhere_and_full_models(family, compare, tmp_path):
     config = {"merge_method": "ace", "base_model": family[0], "slices": slices, "dtype": "float32"}
     config["parameters"] = {"weight": 0.7}
     compare(config, family[0], "merge")
+
+
+def test_adapters_bring_a_chat_template(tmp_path):
+    paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"]})
+    save_tokenizer(paths[0], "abc")
+    save_tokenizer(paths[1], "abc", template="{{ 1 }}")
+    config, out = config_of(paths, "ace"), tmp_path / "out"
+    assert "chat_template: auto" in run_config("check", config, out, quiet=False)
+    run_config("merge", {**config, "chat_template": "auto"}, out)
+    assert (out / "chat_template.jinja").read_text() == "{{ 1 }}"
 
 
 def test_experts_that_the_base_stores_one_by_one(tmp_path):
