@@ -144,10 +144,11 @@ class OutputFolder:
         Weights and their index are made again where they differ, other files stay.
         """
         manifest, sizes = self.manifest, {shard.file: shard.bytes for shard in shards}
-        edited = set()
+        edited, root = set(), self.path.resolve()
         for name, recorded in list(manifest.files.items()):
             path = self.path / name
-            there = path.is_file() and not path.is_symlink()  # a link is none of ours
+            # a link is none of ours, nor is what lies elsewhere
+            there = path.is_file() and not path.is_symlink() and path.resolve().is_relative_to(root)
             if recorded == (sha256(path) if there else "") and (recorded or not sizes.get(name)):
                 continue
             if there and name not in sizes and name != _INDEX:

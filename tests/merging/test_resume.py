@@ -203,7 +203,8 @@ def test_what_is_not_what_it_was_is_made_again(merged, out):
     for name in (gone, "tokenizer.json", "README.md", "config.json"):
         (out / name).unlink()
     (out / INDEX).write_text("{}")
-    no_file = dict.fromkeys(["a/../../stolen", "/stolen", "x"], "0" * 64)
+    (out.parent / "stolen").write_text("")
+    no_file = dict.fromkeys(["a/../../stolen", "../stolen", "/stolen", "x"], "0" * 64)
     enter(out, **no_file, **{empty: "", unlisted: None, "config.json": None})
     text = command(config, out, *SHARDS)
     for name in (*lost, INDEX):
