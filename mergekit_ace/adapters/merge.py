@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mergekit_ace.adapters.read import Adapter, Change, base_of, find_changes
 from mergekit_ace.algebra.low_rank import CoreSpace, LowRank
+from mergekit_ace.merge_config import identity_of
 from mergekit_ace.methods.base import MERGE_ERRORS, TaskVectorMethod, check_finite, first_that_fits
 from mergekit_ace.methods.report_lines import append_report
 from mergekit_ace.planning import PlannedTensor
@@ -103,7 +104,8 @@ def use_adapters(
         return task.model_copy(update={"gather_tensors": gather})
     task = task.model_copy(update={"gather_tensors": gather})
     # layers of slices may be others of the same base
-    bases = {(base_of(model), weight.name) for model, weight in planned.weights.items()}
+    weights = planned.weights.items()
+    bases = {(identity_of(base_of(model)), weight.name) for model, weight in weights}
     on_adapter = planned.base is not None and planned.base.lora is not None
     if not changes or len(bases) > 1 or on_adapter or leaves_span(planned, changes.values()):
         return task

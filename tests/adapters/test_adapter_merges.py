@@ -169,6 +169,15 @@ def test_layers_elsewhere_and_full_models(family, compare, tmp_path):
     compare(config, family[0], "merge")
 
 
+def test_a_base_in_another_spelling(family, tmp_path):
+    configs = [config_of(family, "ace") for _ in "ab"]
+    configs[0]["base_model"] += "/."
+    one, other = (
+        merged("merge", c, family[0], tmp_path / n) for n, c in zip("ab", configs, strict=True)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_adapters_bring_a_chat_template(tmp_path):
     paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"]})
     save_tokenizer(paths[0], "abc")
