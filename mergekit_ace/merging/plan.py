@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from mergekit.tokenizer import TokenizerInfo
 from mergekit_ace.adapters.merge import GatherAdapted, use_adapters
 from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
 from mergekit_ace.check.check import check_merge
-from mergekit_ace.files.checkpoints import Checkpoints, open_models, tokenizer_donor
+from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_models, tokenizer_donor
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
@@ -56,7 +57,12 @@ def plan_run(
     saves = {}
     for name, save in plan.saves.items():
         task = use_adapters(cast(ExecuteMergeMethodTask, save.tensor_task), adapters)
-        saves[name] = save.model_copy(update={"tensor_task": task})
+        planned, dtype = PlannedTensor(task), save.dtype
+        if plan.config.dtype is None and getattr(planned.gather, "changes", ()):
+            stored = (DTYPES[header.dtype] for header in planned.headers(checkpoints).values())
+            dtype = dtype or str(reduce(torch.promote_types, stored)).removeprefix("torch.")
+            task = in_float32(task)  # bfloat16 would round changes away
+        saves[name] = save.model_copy(update={"tensor_task": task, "dtype": dtype})
     return replace(plan, saves=saves), checkpoints
 
 

@@ -178,6 +178,19 @@ def test_a_base_in_another_spelling(family, tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_bfloat16_rounds_no_change_away(tmp_path):
+    paths = save_adapters(
+        tmp_path, lambda: tiny_llama().bfloat16(), *[{"target_modules": LINEAR}] * 2
+    )
+    plain = config_of(paths, "ties", weight=0.5, density=0.4)
+    wide = {**plain, "out_dtype": "bfloat16"}
+    del plain["dtype"]
+    one, other = (
+        merged("merge", c, paths[0], tmp_path / c.get("dtype", "none")) for c in (plain, wide)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_adapters_bring_a_chat_template(tmp_path):
     paths = save_adapters(tmp_path, tiny_llama, {"target_modules": ["q_proj"]})
     save_tokenizer(paths[0], "abc")
