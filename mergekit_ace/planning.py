@@ -175,8 +175,9 @@ def plan_merge(
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
     except ValidationError as error:  # which tells neither the parameter nor the method
         found = error.errors()[0]
-        said = f"{config.merge_method} takes no parameter of {found['input']!r:.60}: {found['msg']}"
-        raise ConfigError(said) from error
+        said = f"{config.merge_method} takes no parameter of {found['input']!r:.60}: "
+        said = "" if found["type"] == "value_error" else said  # which has a sentence of its own
+        raise ConfigError(said + found["msg"].removeprefix("Value error, ")) from error
     except RuntimeError as error:
         text, remedy = str(error), ""
         if "Missing required parameter weight" in text and str(copy.base_model) in text:

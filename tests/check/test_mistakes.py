@@ -94,6 +94,7 @@ ERRORS = [
     ("each: {weight: 0}", "the weights of all experts are 0 in every tensor"),
     ("{merge_method: linear, each: {weight: 0.5}}", "among its models; leave base_model out"),
     (f"{TIES}{{weight: 1, density: 50}}}}", "write 0.5, if it is a percentage"),
+    (f"{TIES}{{weight: abc}}}}", "ties takes no parameter of 'abc': Input should be a"),
     # The method and the models.
     ("merge_method: acee", "there is no method 'acee' → did you mean 'ace'?"),
     ("merge_method: ACE-Merging", "did you mean 'ace'?"),
@@ -118,7 +119,10 @@ TEXTS = [
     ("merge_method: ace\n\tbase_model: ./base\n", "cannot be read as YAML"),
     (f"{PLAIN}---{PLAIN}", "is a file of several merge configs"),
 ]
+ONE = "model: ./base, layer_range: [0, 1]}, {model: ./expert0, layer_range: [0, 1]"
+MORE = f"sources: [{{{ONE}}}], sources: [{{{ONE}}}, {{model: ./expert1, layer_range: [0, 1]}}]"
 WARNINGS = [
+    (f"models: ~\nslices: [{MORE}]", "are of the last slice's first 2 models → list all its"),
     ("each: {task: x}", "`task` names an expert in a file of learned"),
     ("parameters: {lambda: 0}", "lambda: 0 leaves tensors as the base has them"),
     ("parameters: {lambda: [{filter: mlp, value: 0}, {value: 1}]}", "them: model.layers.*.mlp."),
