@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -52,8 +52,6 @@ _CONVERT = (
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
-
-
 GENERATION = "generation_config.json"
 MORE_TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -336,19 +334,17 @@ Checkpoints = Mapping[ModelReference, Checkpoint]
 
 def read_checkpoint(model: ModelReference) -> Checkpoint:
     """Read the headers of a model, wherever it is; no weight is read or downloaded."""
-    from huggingface_hub import get_safetensors_metadata, snapshot_download
-
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
     name, revision, headers = model.model.path, model.model.revision, None
     if folder := existing_folder(name):
         headers = read_headers(folder)
     else:
         with suppress(Exception):  # a snapshot in the cache may lack files
-            known = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            folder, headers = known, read_headers(known)
+            here = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
+            folder, headers = Path(here), read_headers(Path(here))
     if headers is None:
         try:
-            metadata = get_safetensors_metadata(name, revision=revision)
+            metadata = huggingface_hub.get_safetensors_metadata(name, revision=revision)
         except Exception as error:
             raise unreachable(model.model, error) from error
         headers = {
@@ -472,17 +468,14 @@ def _is_derived(path: Path) -> bool:
     return bool(made) and all(own[name] == config[name] for name in shared)
 
 
-def open_models(
-    models: Iterable[ModelReference], folders: Mapping[ModelReference, str] | None = None
-) -> None:
-    """Let mergekit's cache read models, dequantised; `folders` are taken where they exist.
+def open_models(folders: Mapping[ModelReference, str]) -> None:
+    """Let mergekit's cache read models, dequantised, from their folders if these exist.
 
     mergekit itself asks the Hub for every model, even offline, and may find another commit.
     """
     cache = LoaderCache()
-    for model in models:
+    for model, folder in folders.items():
         if model not in cache.loaders:
-            folder = (folders or {}).get(model, "")
             if not os.path.isdir(folder):  # as on another node of a cluster
                 folder = str(downloaded(model.model, MODEL_FILES, cache.hf_cache_dir))
             cache.loaders[model] = LazyTensorLoader.from_disk(folder, cache.lazy_unpickle)

@@ -21,7 +21,6 @@ from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary, TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from tqdm import tqdm
 
-from mergekit_ace.adapters.read import base_of
 from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_models
 from mergekit_ace.files.saving import flush_to_disk, package_versions, sha256
 from mergekit_ace.methods.base import is_finite, take_notices
@@ -130,8 +129,7 @@ def _merge_shard(job: MergeJob, shard: Shard, bar: tqdm | None) -> ShardResult:
     os.chdir(job.folder)  # a worker of a cluster is elsewhere
     torch.set_num_threads(job.threads)
     LoaderCache().setup(job.options)
-    tensors = [PlannedTensor(save.tensor_task) for save in shard.saves]
-    open_models({base_of(m) for tensor in tensors for m in tensor.weights}, job.models)
+    open_models(job.models)
     # Random methods: the same draws whoever computes the shard, and whenever.
     transformers.set_seed(((job.options.random_seed or 0) + shard.index) % 2**32)
     folder = Path(tempfile.mkdtemp(prefix=f"{shard.file}-", dir=job.scratch))
