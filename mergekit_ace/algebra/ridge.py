@@ -10,7 +10,6 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -41,17 +40,14 @@ from mergekit_ace.algebra.task_vectors import (
 LARGEST_STACK = 2**28
 # A GPU works on the matrices of all experts by one command where they have at most so many entries.
 GROUPED = 2**25
-# The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
-TOLERANCE = 1e-4
-SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
-LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not enough, float64 still is
-PROBED_ROWS = 8
+# The least that the squared diagonal of A's factor may be, in units of ‖S‖: what digits there are.
+LEAST_PIVOT = {torch.float32: 3e-5, torch.float64: 64 * torch.finfo(torch.float64).eps}
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
 
 # The S_t of g experts, (g, i, i), or factors F_t, (g, i, o), and R_t, (g, o, i), of S_t = F_t R_t.
 Covariances = tuple[Tensor | None, Tensor]
-# X; R, where it is refined; ε̄, tr(S) and what `_relative_error` takes, still on the device.
+# X; R, where it is refined; ε̄, tr(S), ‖S‖, the least of the factor's diagonal, and 0 if it is one.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
 
@@ -120,12 +116,12 @@ class Regression:
     flattening: tuple[float, float] = FLATTENING
     turned: bool = False  # whether by XXᵀ, which is smaller than XᵀX, of the matrix, not of a core
 
-    def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ε̄ and the trace of S, or K, which has its trace and its norm."""
-        trace = system.trace()
+    def ridge(self, system: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ε̄, and the trace and the norm of S, or of K, which has both."""
+        trace, norm = system.trace(), torch.linalg.vector_norm(system)
         if self.spectral is None:
-            return torch.full_like(trace, sum(self.ridges)), trace
-        return self.spectral * torch.linalg.vector_norm(system).square_() / trace, trace
+            return torch.full_like(trace, sum(self.ridges)), trace, norm
+        return self.spectral * norm.square() / trace, trace, norm
 
     def shares(self) -> list[float]:
         """Return ε_t / ε̄; of no ridge at all, the same for all."""
@@ -169,9 +165,8 @@ def merge_by_ridge(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix, (o, i): W0 + λ (X + what the refinement adds).
 
-    All is done in float32 at first. The error of Y is measured: what some rows of
-    Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
-    it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
+    All is done in float32 at first, and once more in float64 where the factor of A shows that A is
+    too close to a singular matrix; an `IllConditionedError` says that it is, even in float64.
     `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
@@ -182,9 +177,8 @@ def merge_by_ridge(
     for dtype in (torch.float32, torch.float64)[not narrow :]:
         vectors = CentredVectors(base, experts, dtype, problem.centred)
         merged, numbers = _closed_form(problem, vectors, coefficients)
-        strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
-        error = _relative_error(size, measured, failed, dtype)
-        if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
+        strength, size, ridge, trace, norm, pivot, failed = torch.stack(numbers).tolist()
+        if not failed and pivot**2 > LEAST_PIVOT[dtype] * norm:
             break
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
@@ -218,9 +212,7 @@ def _closed_form(
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if finished and coefficients != ones:
-        merged, _, own = solver(replace(problem, rank=0), vectors, coefficients)
-        worse = own[2] * numbers[3] > numbers[2] * own[3]  # the relative error of X decides
-        numbers = [torch.where(worse, one, other) for one, other in zip(own, numbers, strict=True)]
+        merged, _, _ = solver(replace(problem, rank=0), vectors, coefficients)
     numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
@@ -249,7 +241,7 @@ def _solve_primal(
     origin = shares.index(min(shares))
     taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
-    factors, taken, shared = as_vector([coefficients, taken, shares], means)
+    factors, taken = as_vector([coefficients, taken], means)
     plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
@@ -257,7 +249,7 @@ def _solve_primal(
     step = count if means.device.type != "cpu" and count * entries <= GROUPED else 1
     parts = [slice(start, start + step) for start in range(0, count, step)]
     covariances = _covariances(problem, vectors, parts, system, row)
-    if vectors.whole is None or problem.measured or len(parts) == 1:  # else one is in memory
+    if vectors.whole is None:  # else one is in memory
         covariances = list(covariances)
     for block in vectors.blocks:
         stack = vectors.block(block)
@@ -270,7 +262,7 @@ def _solve_primal(
                 moved = (moved if plain else moved * factors[first:last, None, None]) - start
                 used = slice(first - part.start, last - part.start)
                 _add_times_(merged[block], moved, left if left is None else left[used], right[used])
-    (ridge, trace), residual = problem.ridge(system), None
+    (ridge, trace, norm), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row
         for block in vectors.blocks:
@@ -286,21 +278,9 @@ def _solve_primal(
         stack = vectors.block(block)
         merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
         merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
-    sampled = _largest_rows(merged)
-    stack, probed = vectors.block(sampled), merged[sampled]
-    away = probed - (stack if plain else stack * factors[:, None, None])
-    wrong = torch.tensordot(shared, away, dims=1) * ridge
-    if isinstance(covariances, list):
-        for part, covariance in zip(parts, covariances, strict=True):
-            _add_times_(wrong, away[part], *covariance)
-    elif vectors.whole is not None:
-        scaled = away * as_vector(problem.scales, means)[:, None, None]
-        wrong += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
-    solved = solve(wrong if common is None else torch.cat([wrong, common]), lower)
-    numbers = [ridge, trace, *_error_numbers(solved[: len(wrong)], probed, stack, merged, lower)]
     if common is not None:
-        _add_prior_(merged, solved[-1])
-    return merged, residual, [*numbers, failed.to(merged)]
+        _add_prior_(merged, solve(common, lower)[0])
+    return merged, residual, [ridge, trace, norm, lower.diagonal().min(), failed.to(merged)]
 
 
 def _covariances(
@@ -359,7 +339,7 @@ def _solve_dual(
     stack = whole if roots == [1.0] * count else whole * as_vector(roots, whole)[:, None, None]
     stack = stack.reshape(count * rows, columns)
     system = gram(stack)
-    (ridge, trace), residual = problem.ridge(system), None
+    (ridge, trace, norm), residual = problem.ridge(system), None
 
     def combine(given: Sequence[float], taken: Sequence[float]) -> Tensor:
         """Return [g_t K_tt / √s_t]_t − Σ_r a_r K_r / √s_r, (o, N)."""
@@ -381,46 +361,13 @@ def _solve_dual(
         if problem.ridged_mean:
             residual.sub_((whole.mean(dim=0) + means.mean(dim=0)).mul_(ridge))
     system.diagonal().add_(ridge)
-    sampled = _largest_rows(combined)
-    wished = combined[sampled].clone()
     lower, failed = factorize(system)
-    mixing = solve(combined, lower)
-    merged = product(mixing, stack).add_(torch.tensordot(as_vector(taken, whole), whole, dims=1))
-    mixing = mixing[sampled]
-    left = wished - (mixing @ stack) @ stack.mT - mixing * ridge
-    left = solve(left.contiguous(), lower) @ stack
-    numbers = [ridge, trace, *_error_numbers(left, merged[sampled], whole, merged, lower)]
+    merged = product(solve(combined, lower), stack)
+    merged.add_(torch.tensordot(as_vector(taken, whole), whole, dims=1))
     if problem.prior:
         common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
         _add_prior_(merged, common)
-    return merged, residual, [*numbers, failed.to(merged)]
-
-
-def _largest_rows(matrix: Tensor) -> Tensor:
-    """Return the numbers of the largest rows, to measure the error by: unchanged rows are 0."""
-    sizes = torch.linalg.vector_norm(matrix, dim=1)
-    return sizes.topk(min(PROBED_ROWS, len(sizes))).indices
-
-
-def _error_numbers(
-    error: Tensor, rows: Tensor, stack: Tensor, merged: Tensor, lower: Tensor
-) -> list[Tensor]:
-    """Return ‖error‖ of some rows of Y, ‖rows‖, ‖C‖, ‖Y‖ and the range of a factor's diagonal."""
-    sizes = (torch.linalg.vector_norm(tensor) for tensor in (error, rows, stack, merged))
-    return [*sizes, *torch.aminmax(lower.diagonal())]
-
-
-def _relative_error(
-    size: float, numbers: Sequence[float], failed: float, dtype: torch.dtype
-) -> float:
-    """Return the relative error of X, of this size, by `_error_numbers`; NaN of a singular A."""
-    error, rows, stack, whole, low, high = numbers
-    # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
-    rows = max(rows, 1e-6 * stack)
-    if failed or not rows or not high > 0 or not (low / high) ** 2 > 64 * torch.finfo(dtype).eps:
-        return math.nan
-    loss = whole / size if size else LARGEST_LOSS  # of digits by the prior
-    return error / rows * min(max(1.0, loss), LARGEST_LOSS)
+    return merged, residual, [ridge, trace, norm, lower.diagonal().min(), failed.to(merged)]
 
 
 def _refine(
