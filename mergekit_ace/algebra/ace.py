@@ -31,10 +31,8 @@ from mergekit_ace.algebra.task_vectors import (
     Statistic,
     TableLayout,
     TensorRecord,
-    as_matrices,
     by_layout,
     form_stack,
-    from_matrices,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
@@ -337,16 +335,7 @@ def split_tensor(
     where nothing is refined. Each component is a merge with all other coefficients at 0.
     """
     options = options.model_copy(update={"scale": 1.0})
-    if layout not in ("mean", "table", "matrix") and base.numel():
-        views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-        stacks = zip(*views, strict=True)
-        split = [split_tensor(own[0], own[1:], options, "matrix") for own in stacks]
-        return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
-    active = select_active(base, experts, [1.0] * len(experts), options.dtype)
-    used = active.spread(active.weights, 0.0)
-    origin = torch.zeros_like(base, dtype=active.dtype)
-    deltas = [task_vector(expert, base, active.dtype) for expert in experts]
-    return [
-        merge_tensor(origin, deltas, used, options, layout, one)[0]
-        for one in torch.eye(len(experts) + options.refines).tolist()
-    ]
+    dtype = torch.promote_types(options.dtype, base.dtype)
+    coefficients = torch.eye(len(experts) + options.refines).tolist()
+    merges = (merge_tensor(base, experts, None, options, layout, one)[0] for one in coefficients)
+    return [task_vector(merged, base, dtype) for merged in merges]
