@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks, full_precision, orthogonal_sum
+from mergekit_ace.algebra.linalg import full_precision, orthogonal_sum
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
 from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
@@ -32,7 +32,7 @@ from mergekit_ace.algebra.task_vectors import (
     TableLayout,
     TensorRecord,
     by_layout,
-    form_stack,
+    delta_blocks,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
@@ -313,8 +313,7 @@ def merge_table(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tens
     tau, weights, coefficients = merged.new_tensor(
         [active.tau, active.weights, active.coefficients], dtype=torch.float64
     )[:, :, None]
-    for rows in blocks(len(base), len(tau) * base.shape[1], base.device):
-        stack = form_stack(base[rows], [expert[rows] for expert in active.experts], active.dtype)
+    for rows, stack in delta_blocks(base, active.experts, active.dtype):
         # in float64: squares of a far weaker expert's entries leave the range of float32
         counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
         counts = counts.add_(RIDGE / len(base)).mul_(weights)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
     as_rows,
-    blocks,
     full_precision,
     leading_directions,
     orthogonal_factor,
@@ -37,7 +36,7 @@ from mergekit_ace.algebra.task_vectors import (
     Positive,
     Ridge,
     by_layout,
-    form_stack,
+    delta_blocks,
     rounding_floors,
     select_active,
     task_vector,
@@ -289,9 +288,7 @@ class ConsensusMerge(TaskVectorMethod):
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
             whole = {"copy": True, "memory_format": torch.contiguous_format}
             merged, selected = base.to(active.dtype, **whole), 0
-            origin, *versions = map(as_rows, (base, *active.experts))
-            for rows in blocks(len(origin), len(versions) * origin.shape[1], base.device):
-                stack = form_stack(origin[rows], [one[rows] for one in versions], active.dtype)
+            for rows, stack in delta_blocks(base, active.experts, active.dtype):
                 total = stack.sum(dim=0)
                 votes = stack.abs() > (total - stack).abs_().mul_(threshold)
                 chosen = votes.sum(dim=0) >= least
@@ -421,16 +418,11 @@ def merge_by_fisher(
     level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
     level = level or 1.0  # all F_t are zero: any level makes it the mean
     merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
-    origin, out = as_rows(base), as_rows(merged)
-    versions = [(as_rows(w), as_rows(f)) for w, f in zip(active.experts, fisher, strict=True)]
-    for block in blocks(len(origin), origin.shape[1], base.device):
-        numerator = torch.zeros_like(origin[block], dtype=torch.float64)
-        total = torch.zeros_like(numerator)
-        for (expert, information), weight in zip(versions, active.weights, strict=True):
-            counted = information[block].to(total, copy=True).add_(level).mul_(weight)
-            numerator.addcmul_(counted, task_vector(expert[block], origin[block], total.dtype))
-            total.add_(counted)
-        out[block] = numerator.div_(total).to(active.dtype)
+    weights = torch.tensor(active.weights, dtype=torch.float64, device=base.device)[:, None, None]
+    for rows, stack in delta_blocks(base, active.experts, torch.float64):
+        information = torch.stack([as_rows(part)[rows] for part in fisher]).to(stack)
+        counted = information.add_(level).mul_(weights)
+        as_rows(merged)[rows] = stack.mul_(counted).sum(dim=0).div_(counted.sum(dim=0))
     return merged
 
 
