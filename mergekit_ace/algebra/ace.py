@@ -19,7 +19,7 @@ from torch import Tensor
 from mergekit_ace.algebra.linalg import full_precision, orthogonal_sum
 from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
-from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
+from mergekit_ace.algebra.ridge import MeasuredCovariance, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Factor,
@@ -47,7 +47,6 @@ RIDGE = 0.01
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
-UNMEASURED = MeasuredInputs()
 # So many times as long as wide are embeddings that are the head as well, and no other matrices.
 LONGEST = 8
 # The share of TSV-Merge's sum in embeddings.
@@ -141,7 +140,7 @@ def merge_tensor(
     coefficients: Sequence[float] | None = None,
     *,
     space: CoreSpace | None = None,
-    measured: MeasuredInputs = UNMEASURED,
+    measured: Sequence[MeasuredCovariance | None] = (),
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging or `ace_plus`.
 
@@ -155,7 +154,8 @@ def merge_tensor(
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
         space: of which the tensors are cores, if they are; W0 is 0 then.
-        measured: covariances of the inputs, which replace a share of the estimates.
+        measured: covariances of the experts' inputs, which replace a share of their estimates; None
+            for an expert without one.
 
     Returns:
         W0 + λ X, in the compute dtype or wider (where no expert changed it the base itself), and
@@ -192,7 +192,7 @@ def _merge_plus(
     active: ActiveExperts,
     options: PlusOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix by `ace_plus`: embeddings as the sum of two merges."""
     embeddings = layout == "table" or max(active.shape) > LONGEST * min(active.shape)
@@ -208,8 +208,7 @@ def _merge_plus(
                 others = len(active.weights) ** 2 / sum(w * w for w in active.weights) - 1
                 flattening = FLATTENING_OF_ADAPTERS[0] * others, FLATTENING_OF_ADAPTERS[1]
             problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
-        known = {"mix": measured.mix} if problem.measured else {}
-        merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)
+        merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus")
     if embeddings:
         experts, floors = active.experts, rounding_floors(base, active)
         rank = max(1, min(active.shape) // len(experts))
@@ -223,7 +222,7 @@ def _merge_ace(
     active: ActiveExperts,
     options: AceOptions,
     refinement: float,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     gamma, variance = measure_heterogeneity(active.tau)
@@ -252,7 +251,6 @@ def _merge_ace(
         normalized=normalized,
         refined=False,
         rank=rank,
-        **({"mix": measured.mix} if problem.measured else {}),
     )
 
 
@@ -260,7 +258,7 @@ def _regression(
     base: Tensor,
     active: ActiveExperts,
     options: PlusOptions,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
     normalized: bool,
 ) -> Regression:
     """Return the regression of one matrix and its ridges (Eqs. 8-13), of experts with estimates."""
@@ -284,10 +282,10 @@ def _regression(
         relative = epsilon * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
         ridge = {"spectrum": weight, "absolute": epsilon * factor, "relative": relative}
         ridges.append(ridge[unit])
-        own = measured.covariance(active.positions[t])
-        if own is not None:
-            found[place] = own, measured.mix * factor * trace / own.trace
-            factor *= 1 - measured.mix
+        own = measured[active.positions[t]] if measured else None
+        if own and own.mix and own.trace:
+            found[place] = own, own.mix * factor * trace / own.trace
+            factor *= 1 - own.mix
         scales.append(factor)
     prior = 0.0
     if ace and ace.structural_prior:
@@ -298,6 +296,7 @@ def _regression(
         ridges=ridges,
         spectral=epsilon if unit == "spectrum" else None,
         measured=found,
+        mix=next((own.mix for own, _ in found.values()), None),
         centred=ace is not None,
         prior=prior,
         ridged_mean=ace is not None and ace.refinement_mean == "ridged",

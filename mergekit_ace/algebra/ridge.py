@@ -63,6 +63,7 @@ class MeasuredCovariance:
     packed: Tensor  # see `pack`; maybe on another device, maybe mapped from a file
     columns: int  # i
     off_diagonal: float = 1.0  # α, which entries off the diagonal are multiplied by, 0 to 1
+    mix: float = 1.0  # share in the covariance of a merge, once both have one trace, 0 to 1
 
     @cached_property
     def trace(self) -> float:
@@ -82,22 +83,6 @@ class MeasuredCovariance:
 
 
 @dataclass(frozen=True)
-class MeasuredInputs:
-    """What was measured of the inputs of one matrix; entries in the order of all experts.
-
-    Measured and estimated covariances are brought to one trace before they are mixed.
-    """
-
-    covariances: tuple[MeasuredCovariance | None, ...] = ()  # None: no sample came
-    mix: float = 1.0  # share of the measured in the covariances of a merge, 0 to 1
-
-    def covariance(self, position: int) -> MeasuredCovariance | None:
-        """Return that of one expert, if it says anything."""
-        found = self.covariances[position] if self.covariances and self.mix > 0 else None
-        return found if found is not None and found.trace > 0 else None
-
-
-@dataclass(frozen=True)
 class Regression:
     """The ridge regression of one matrix; lists are in the order of `experts`."""
 
@@ -107,6 +92,7 @@ class Regression:
     spectral: float | None = None  # ε of ε̄ = ε ‖S‖_F² / tr(S); None where the ε_t are given
     # M_t and m_t by the place of an expert in `experts`
     measured: Mapping[int, tuple[MeasuredCovariance, float]] = field(default_factory=dict)
+    mix: float | None = None  # what of the S_t was measured, for the record
     centred: bool = False  # whether the column means μ_t are taken out; else they are 0
     prior: float = 0.0  # what the mean row of S is divided by to give c (Eq. 13); 0: no prior
     ridged_mean: bool = False  # whether the mean of the estimates in R has the ridges (Eq. 15)
@@ -192,6 +178,7 @@ def merge_by_ridge(
         prior=problem.prior != 0,
         ridge=ridge * active.shape[1] / trace if trace else None,
         amplification=size**2 / sum(active.tau),
+        mix=problem.mix,
         **known,
     )
     return merged.mul_(scale).add_(base), record

@@ -19,7 +19,7 @@ from mergekit_ace.algebra.ace import (
     merge_tensor,
 )
 from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.ridge import LARGEST_STACK, MeasuredInputs
+from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
@@ -55,8 +55,7 @@ class RidgeMethod(TaskVectorMethod):
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         (base, *experts), weights = tensors, settings.weights
         read, lookup = _as_solved(settings, base.ndim), self.lookup(settings)
-        mix = settings.parameters["mix"]
-        measured = lookup.inputs(base.shape, mix) if lookup else MeasuredInputs()
+        measured = lookup.inputs(base.shape, settings.parameters["mix"]) if lookup else ()
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
         options, side = self.options(settings), "inputs" if read is settings else "outputs"

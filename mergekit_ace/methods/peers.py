@@ -390,8 +390,8 @@ class RegMeanMerge(MeasuredMethod):
         select = partial(select_active, weights=settings.weights, dtype=torch.float32)
 
         def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            found = [(t, inputs.covariance(place)) for t, place in enumerate(active.positions)]
-            known = {t: replace(own, off_diagonal=off_diagonal) for t, own in found if own}
+            found = {t: inputs[place] for t, place in enumerate(active.positions) if inputs}
+            known = {t: replace(c, off_diagonal=off_diagonal) for t, c in found.items() if c.trace}
             if not known:  # nothing was measured
                 return None
             total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
