@@ -10,7 +10,7 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -45,8 +45,6 @@ LEAST_PIVOT = {torch.float32: 3e-5, torch.float64: 64 * torch.finfo(torch.float6
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
 
-# The S_t of g experts, (g, i, i), or factors F_t, (g, i, o), and R_t, (g, o, i), of S_t = F_t R_t.
-Covariances = tuple[Tensor | None, Tensor]
 # X; R, where it is refined; ε̄, tr(S), ‖S‖, the least of the factor's diagonal, and 0 if it is one.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
@@ -234,21 +232,19 @@ def _solve_primal(
     merged = means.new_zeros(rows, columns)
     entries, count = columns * max(vectors.shape), len(shares)
     step = count if means.device.type != "cpu" and count * entries <= GROUPED else 1
-    parts = [slice(start, start + step) for start in range(0, count, step)]
-    covariances = _covariances(problem, vectors, parts, system, row)
-    if vectors.whole is None:  # else one is in memory
-        covariances = list(covariances)
-    for block in vectors.blocks:
-        stack = vectors.block(block)
-        start = stack[origin] * coefficients[origin] if not plain else stack[origin]
-        for part, (left, right) in zip(parts, covariances, strict=True):
-            # the origin's own part is 0, and left out where it is the first or the last
-            first, last = part.start + (part.start == origin), part.stop - (part.stop == origin + 1)
-            if first < last:
-                moved = stack[first:last]
-                moved = (moved if plain else moved * factors[first:last, None, None]) - start
-                used = slice(first - part.start, last - part.start)
-                _add_times_(merged[block], moved, left if left is None else left[used], right[used])
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        covariances = _covariances(problem, vectors, part)
+        system += covariances[0] if len(covariances) == 1 else covariances.sum(dim=0)
+        if problem.rank:
+            _add_times_(row, (means - means.mean(dim=0))[part, None], covariances)
+        if start == origin and len(covariances) == 1:  # its own part is 0
+            continue
+        for block in vectors.blocks:
+            stack = vectors.block(block)
+            if not plain:
+                stack = stack * factors[:, None, None]
+            _add_times_(merged[block], stack[part] - stack[origin], covariances)
     (ridge, trace, norm), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row
@@ -270,40 +266,24 @@ def _solve_primal(
     return merged, residual, [ridge, trace, norm, lower.diagonal().min(), failed.to(merged)]
 
 
-def _covariances(
-    problem: Regression, vectors: CentredVectors, parts: list[slice], system: Tensor, row: Tensor
-) -> Iterator[Covariances]:
-    """Yield the S_t by parts, each once it is added to S, (i, i), and S_t (μ_t − μ̄) to (1, i)."""
-    (rows, columns), away = vectors.shape, vectors.means - vectors.means.mean(dim=0)
-    for part in parts:
-        scales, left = problem.scales[part], None
-        uneven = set(scales) != {1.0}
-        if columns > 2 * rows and not problem.measured:  # the factors are the smaller products
-            right = vectors.block(slice(rows), part)
-            if uneven:
-                right = right * as_vector(scales, right).sqrt_()[:, None, None]
-            left = right.mT
-            add_product_(system, right.flatten(0, 1).mT, right.flatten(0, 1))
-        else:
-            stacks = (vectors.block(block, part) for block in vectors.blocks)
-            squares = (product(own.mT, own) for own in stacks)
-            shape = (len(scales), *system.shape)
-            right = reduce(Tensor.add_, squares) if any(scales) else system.new_zeros(shape)
-            if uneven:
-                right *= as_vector(scales, right)[:, None, None]
-            for t in problem.measured.keys() & {*range(part.start, part.start + len(right))}:
-                known, share = problem.measured[t]
-                right[t - part.start].add_(known.matrix(right), alpha=share)
-            system += right[0] if len(right) == 1 else right.sum(dim=0)
-        if problem.rank:
-            _add_times_(row, away[part, None], left, right)
-        yield left, right
+def _covariances(problem: Regression, vectors: CentredVectors, part: slice) -> Tensor:
+    """Return the S_t of some experts, (g, i, i)."""
+    scales, columns = problem.scales[part], vectors.shape[1]
+    found = vectors.means.new_zeros(len(scales), columns, columns)
+    if any(scales):
+        stacks = (vectors.block(block, part) for block in vectors.blocks)
+        found = reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
+    if set(scales) != {1.0}:
+        found *= as_vector(scales, found)[:, None, None]
+    for t in problem.measured.keys() & {*range(part.start, part.start + len(scales))}:
+        known, share = problem.measured[t]
+        found[t - part.start].add_(known.matrix(found), alpha=share)
+    return found
 
 
-def _add_times_(total: Tensor, rows: Tensor, left: Tensor | None, right: Tensor) -> None:
+def _add_times_(total: Tensor, rows: Tensor, covariances: Tensor) -> None:
     """Add Σ_t R_t S_t to a sum, (m, i), for rows R_t, (g, m, i), and the S_t of as many experts."""
-    rows = rows if left is None else product(rows, left)
-    add_product_(total, rows.transpose(0, 1).flatten(1), right.flatten(0, 1))
+    add_product_(total, rows.transpose(0, 1).flatten(1), covariances.flatten(0, 1))
 
 
 def _solve_dual(
