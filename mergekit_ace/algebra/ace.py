@@ -201,7 +201,7 @@ def _merge_plus(
     if layout == "table":
         merged, record = merge_table(base, active, scale)
     else:
-        problem = _regression(base, active, options, measured, normalized=True)
+        problem = _regression(active, options, measured, normalized=True)
         if not embeddings:
             turned, flattening = active.shape[0] < active.shape[1], FLATTENING
             if options.of_adapters:  # T − 1 others, or fewer where some weights are small
@@ -234,7 +234,7 @@ def _merge_ace(
     normalized, rank = switch[options.adaptive_normalization], 0
     if switch[options.spectral_refinement]:
         rank = int(options.rank_fraction * min(active.shape))
-    problem = _regression(base, active, options, measured, normalized=normalized)
+    problem = _regression(active, options, measured, normalized=normalized)
     if not problem.experts:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
     return merge_by_ridge(
@@ -255,7 +255,6 @@ def _merge_ace(
 
 
 def _regression(
-    base: Tensor,
     active: ActiveExperts,
     options: PlusOptions,
     measured: Sequence[MeasuredCovariance | None],
@@ -267,10 +266,6 @@ def _regression(
     if epsilon is None:
         epsilon = RIDGE if unit == "spectrum" else 1e-5
     traces = dict(enumerate(active.traces if ace else active.tau))
-    for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
-        if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
-            delta = task_vector(expert, base, torch.float64)
-            traces[t] = float((delta - delta.mean(dim=0)).square().sum())
     if normalized or unit == "relative":  # 0 is no divisor (departure)
         traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     if not any(traces.values()):

@@ -128,7 +128,7 @@ class ActiveExperts:
     coefficients: tuple[float, ...]  # λ_t of their components of a merge; 1 unless learned
     positions: tuple[int, ...]  # where they stand among those given
     all_tau: tuple[float, ...]  # τ_t = ‖Δ_t‖_F² (Eq. 43) of all experts given; 0 where unchanged
-    traces: tuple[float, ...]  # tr(G_t) of centred task vectors; to about 1e-6 τ_t
+    traces: tuple[float, ...]  # tr(G_t) of centred task vectors
     changed: tuple[int, ...]  # of all experts given: 0 for one that is the base, maybe rounded
     size: float  # ‖W0‖_F²
     dtype: torch.dtype  # in which task vectors are formed
