@@ -93,8 +93,6 @@ def solve(rows: Tensor, lower: Tensor) -> Tensor:
     """Return rows, (m, n), contiguous and overwritten on a CPU, times (L Lᵀ)⁻¹ of a factor L."""
     if rows.device.type != "cpu":
         return torch.cholesky_solve(rows.mT, lower).mT
-    if not rows.numel():
-        return rows
     system = (lower.numpy(), True)
     solved = scipy.linalg.cho_solve(system, rows.numpy().T, overwrite_b=True, check_finite=False)
     return torch.from_numpy(solved.T)
@@ -106,13 +104,7 @@ def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
         _load_library(matrix.device)
         values, vectors = torch.linalg.eigh(matrix)
     else:
-        size = len(matrix)
-        chosen = None if 2 * count > size else (size - count, size - 1)
-        driver = "evr" if chosen else "evd"
-        pairs = scipy.linalg.eigh(
-            matrix.numpy(), subset_by_index=chosen, driver=driver, check_finite=False
-        )
-        values, vectors = (torch.from_numpy(np.ascontiguousarray(part)) for part in pairs)
+        values, vectors = map(torch.from_numpy, np.linalg.eigh(matrix.numpy()))
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
