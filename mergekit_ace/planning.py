@@ -35,7 +35,7 @@ from mergekit_ace.files.checkpoints import (
 )
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
 from mergekit_ace.methods.architecture import BUFFER, find_architecture, model_names
-from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings, sweep
+from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
 from mergekit_ace.naming import in_bytes, is_counter, layer_of, listed, stack_size
 
 Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
@@ -430,7 +430,6 @@ def _describe_lost(names: Mapping[ModelReference, Sequence[str]]) -> str:
 class MergeEstimate:
     """What a merge takes, if all experts have changed all tensors and all of them are refined."""
 
-    operations: float  # of floating-point numbers
     memory: int  # bytes of the process at its largest, about; without what the system caches
     device_memory: int | None  # bytes on the accelerator; None without one
     read: int  # bytes
@@ -441,7 +440,6 @@ class MergeEstimate:
         device = self.device_memory
         more = f", and {in_bytes(device)} on the device" if device is not None else ""
         return (
-            f"  work  up to {self.operations:.2g} operations\n"
             f"memory  about {in_bytes(self.memory)}{more}\n"
             f"  disk  reads {in_bytes(self.read)}, writes {in_bytes(self.written)}"
         )
@@ -450,7 +448,7 @@ class MergeEstimate:
 def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
     """Return what a merge takes, from the shapes of its tensors."""
     config, on_device = plan.config, plan.options.device not in (None, "cpu")
-    operations, read, written = 0.0, 0, 0
+    read = written = 0
     most = most_on_device = shard = 0  # bytes; a shard is held until the next tensor would fill it
     for tensor in plan.tensors:
         headers = tensor.headers(checkpoints)
@@ -458,24 +456,23 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         if header is None:
             continue
         method, settings = tensor.method, tensor.settings
-        work = sweep(header.shape, max(1, len(headers) - 1))
+        working = 4 * header.entries
         if isinstance(method, TaskVectorMethod):
             if method.layouts:
                 settings = replace(settings, layout=method.layout(settings, len(header.shape)))
             weights = zip(settings.experts, settings.weights, strict=True)
             experts = sum(weight != 0 for model, weight in weights if model in headers)
-            work = method.work(settings, header.shape, experts)
+            working = method.memory(settings, header.shape, experts)
         merged_in = safetensors_dtype(config.dtype) or header.dtype
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
-        working = work.working + 4 * header.entries  # with the result in float32
+        working += 4 * header.entries  # with the result in float32
         shard = 0 if 0 < plan.options.out_shard_size < shard + output else shard
         most = max(most, shard + inputs + output + (0 if on_device else working))
         shard += output
         most_on_device = max(most_on_device, inputs + working)
-        operations += work.operations
         # adapters share a base, which is read once
         read += sum(one.bytes for one in {m.model: h for m, h in headers.items()}.values())
         written += output
     device = most_on_device if on_device else None
-    return MergeEstimate(operations, _PROCESS + most, device, read, written)
+    return MergeEstimate(_PROCESS + most, device, read, written)

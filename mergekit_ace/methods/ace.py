@@ -26,7 +26,6 @@ from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
     TensorSettings,
-    Work,
     method_spec,
     notice,
 )
@@ -44,7 +43,6 @@ class RidgeMethod(TaskVectorMethod):
 
     options_class: ClassVar[type[PlusOptions]]
     whole = True
-    products = 2.0  # the system and the numerator
 
     def options(self, settings: TensorSettings) -> PlusOptions:
         """Return the options among the resolved parameters of a tensor."""
@@ -109,8 +107,8 @@ class RidgeMethod(TaskVectorMethod):
             return None
         return component_coefficients(self.spec.name, self.options(settings), settings)
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        return super().work(_as_solved(settings, len(shape)), shape, experts)
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        return super().memory(_as_solved(settings, len(shape)), shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         entries, size = rows * columns, min(columns, experts * rows)
@@ -149,7 +147,6 @@ class AceMerge(RidgeMethod):
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     options_class = AceOptions
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
-    products = 5.0  # with the refinement
 
 
 class PlusAceMerge(RidgeMethod):
@@ -172,13 +169,11 @@ class PlusAceMerge(RidgeMethod):
     )
     options_class = PlusOptions
     also_cites = ("2412.00081",)
-    products = 3.0  # the system, the numerator and what flattens the spectrum
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        if settings.layout != "table":
-            return super().work(settings, shape, experts)
-        work = super().work(replace(settings, layout="matrix"), shape, experts)
-        return replace(work, working=12 * math.prod(shape))  # of the orthogonal sum, by blocks
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        if settings.layout == "table":
+            return 12 * math.prod(shape)  # of the orthogonal sum, by blocks
+        return super().memory(settings, shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         solved, added = super().working(rows, columns, experts), 12 * rows * columns

@@ -105,14 +105,6 @@ REPORT = shared(
 
 
 @dataclass(frozen=True)
-class Work:
-    """Floating-point operations of a merge, and bytes beside its inputs and its result."""
-
-    operations: float
-    working: int
-
-
-@dataclass(frozen=True)
 class TensorSettings:
     """One tensor of a merge: of which models, and with which parameters."""
 
@@ -175,7 +167,6 @@ class TaskVectorMethod(GroupMergeMethod):
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
     beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
-    products: ClassVar[float] = 0.0  # with all task vectors that a merge is worth; 0 for a sweep
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         """Merge the versions of one tensor, the base's first, into one of any dtype.
@@ -200,22 +191,18 @@ class TaskVectorMethod(GroupMergeMethod):
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return self.beyond_span
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what a merge takes, from the shape as stored, for all experts together."""
-        layout, entries = settings.layout, math.prod(shape)
-        if layout in ("mean", "table") or len(shape) < 2 or experts < 2 or not self.products:
-            return sweep(shape, experts)
-        rows, columns = shape[-2:] if layout != "flattened" else (shape[0], math.prod(shape[1:]))
-        if layout == "transposed":
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        """Return the bytes that a merge takes beside its inputs and its result, as stored."""
+        if settings.layout == "mean" or experts < 2:
+            return 4 * math.prod(shape)
+        flat = settings.layout == "flattened"
+        rows, columns = (shape[0], math.prod(shape[1:])) if flat else shape[-2:]
+        if settings.layout == "transposed":
             rows, columns = columns, rows
-        if rows < 2 or not entries:  # a vector
-            return sweep(shape, experts)
-        size = min(columns, experts * rows)
-        operations = 2.0 * self.products * experts * entries * size
-        return Work(operations, self.working(rows, columns, experts))
+        return self.working(rows, columns, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        """Return the bytes that the merge of one matrix takes beside its inputs and its result."""
+        """Return what `memory` is for one matrix."""
         return self.entry * (experts + 4) * rows * columns
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -368,12 +355,6 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{self.spec.name}: {{tensors}} came out with entries above 65504, which "
                 "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
             )
-
-
-def sweep(shape: Sequence[int], experts: int) -> Work:
-    """Return what it takes to read every entry of every expert once."""
-    entries = math.prod(shape)
-    return Work(2.0 * experts * entries, 4 * entries)
 
 
 def check_models(

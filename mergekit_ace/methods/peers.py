@@ -47,7 +47,6 @@ from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
     TensorSettings,
-    Work,
     describe,
     method_spec,
 )
@@ -81,7 +80,6 @@ class MatrixMethod(TaskVectorMethod):
     """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
 
     entry = 8
-    products = 10.0  # decompositions of every expert and of them all
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
@@ -186,7 +184,6 @@ class ActMatMerge(MatrixMethod):
     spec = method_spec("actmat", "ACTMat", "https://arxiv.org/abs/2604.01329", (LAMBDA, LAYOUT))
     summary = "Solves `ace`'s regression on unscaled covariances, with no ridge."
     whole = True
-    products = 2.0
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         return solve_least(matrices.deltas, matrices.deltas), None
@@ -206,7 +203,6 @@ class WudiMerge(MatrixMethod):
     )
     summary = "Minimises the interference of the task vectors with each other on their own rows."
     whole = True
-    products = 2.0  # a step of adam; all of the closed form are few
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
@@ -226,11 +222,6 @@ class WudiMerge(MatrixMethod):
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
         return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
-
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        work, steps = super().work(settings, shape, experts), settings.parameters["steps"]
-        adam = settings.parameters["solver"] == "adam"
-        return replace(work, operations=work.operations * steps) if adam else work
 
 
 def solve_least(deltas: Sequence[Tensor], units: Iterable[Tensor]) -> Tensor:
@@ -374,7 +365,6 @@ class RegMeanMerge(MeasuredMethod):
     )
     summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
-    products = 2.0  # the system and the numerator
     beyond_span = "measured covariances of inputs are not of low rank"
 
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
