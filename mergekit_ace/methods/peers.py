@@ -59,8 +59,8 @@ EPS64 = torch.finfo(torch.float64).eps
 # What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
 OUTSIDE = 1e4 * EPS64
 
-
 Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
+Solved = tuple[Tensor, MatrixRecord] | None  # W0 + λ X and its record; None asks for the mean
 
 
 @dataclass(frozen=True)
@@ -76,29 +76,41 @@ class TaskMatrices:
         return reduce(Tensor.add_, self.deltas[1:], self.deltas[0].clone())
 
 
-class MatrixMethod(TaskVectorMethod):
-    """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
+class FormulaMethod(TaskVectorMethod):
+    """A method that merges matrices, or if it has no layouts all tensors, by one formula."""
+
+    dtype: ClassVar[torch.dtype] = torch.float32  # of task vectors, at least
+
+    @abstractmethod
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        """Return the merge of what at least two experts changed; None for their mean."""
+
+    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+        base, *experts = tensors
+        weights, space, layout = settings.weights, settings.space, settings.layout
+        select = partial(select_active, weights=weights, dtype=self.dtype, space=space)
+        scale = settings.parameters["lambda"] if self.scales_all else 1.0
+        given = select, scale, partial(self.formula, settings)
+        return by_layout(base, experts, layout, *given, entrywise=not self.layouts)
+
+
+class MatrixMethod(FormulaMethod):
+    """A method that merges the task vectors of each matrix in float64."""
 
     entry = 8
+    dtype = torch.float64
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
         """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
-        base, *experts = tensors
-        parameters, dtype = settings.parameters, torch.float64
-        scale = parameters["lambda"] if self.scales_all else 1.0
-        select = partial(select_active, weights=settings.weights, dtype=dtype, space=settings.space)
-
-        @full_precision()
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            deltas = [task_vector(expert, base, dtype) for expert in active.experts]
-            matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
-            merged, rank = self.combine(matrices, parameters)
-            return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
-
-        return by_layout(base, experts, settings.layout, select, scale, formula)
+    @full_precision()
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        deltas = [task_vector(expert, base, self.dtype) for expert in active.experts]
+        matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
+        merged, rank = self.combine(matrices, settings.parameters)
+        scale = settings.parameters["lambda"] if self.scales_all else 1.0
+        return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
 
 
 class TsvMerge(MatrixMethod):
@@ -242,7 +254,7 @@ def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
     return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
 
 
-class ConsensusMerge(TaskVectorMethod):
+class ConsensusMerge(FormulaMethod):
     """Consensus Task Arithmetic, W0 + λ · M ⊙ Σ_t Δ_t, entry by entry of every tensor.
 
     Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t| (Eq. 5),
@@ -270,25 +282,19 @@ class ConsensusMerge(TaskVectorMethod):
                 f"{count} experts, so that nothing of them would be merged; write at most {count}"
             )
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         names = ("lambda", "mask_threshold", "consensus")
         scale, threshold, least = (settings.parameters[name] for name in names)
-        base, *experts = tensors
-        select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            whole = {"copy": True, "memory_format": torch.contiguous_format}
-            merged, selected = base.to(active.dtype, **whole), 0
-            for rows, stack in delta_blocks(base, active.experts, active.dtype):
-                total = stack.sum(dim=0)
-                votes = stack.abs() > (total - stack).abs_().mul_(threshold)
-                chosen = votes.sum(dim=0) >= least
-                as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
-                selected = selected + chosen.count_nonzero()
-            share = float(selected) / max(1, base.numel())
-            return merged, active.record(self.spec.name, selected=share)
-
-        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+        whole = {"copy": True, "memory_format": torch.contiguous_format}
+        merged, selected = base.to(active.dtype, **whole), 0
+        for rows, stack in delta_blocks(base, active.experts, active.dtype):
+            total = stack.sum(dim=0)
+            votes = stack.abs() > (total - stack).abs_().mul_(threshold)
+            chosen = votes.sum(dim=0) >= least
+            as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
+            selected = selected + chosen.count_nonzero()
+        share = float(selected) / max(1, base.numel())
+        return merged, active.record(self.spec.name, selected=share)
 
 
 class LinesMerge(TaskVectorMethod):
@@ -327,7 +333,7 @@ def _layers(base: Hashable, block: str) -> int:
     return stack_size(f"{block}.", tensor_names(base))
 
 
-class MeasuredMethod(TaskVectorMethod):
+class MeasuredMethod(FormulaMethod):
     """A method that needs statistics of samples."""
 
     kind: ClassVar[Measure]
@@ -372,52 +378,31 @@ class RegMeanMerge(MeasuredMethod):
         table = is_table(settings.base, settings.name)
         return "mean" if table else super().layout(settings, ndim)
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         names = ("lambda", "off_diagonal", "epsilon")
         scale, off_diagonal, epsilon = (settings.parameters[name] for name in names)
-        base, *experts = tensors
-        inputs = self.lookup(settings).inputs(base.shape)
-        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            found = {t: inputs[place] for t, place in enumerate(active.positions) if inputs}
-            known = {t: replace(c, off_diagonal=off_diagonal) for t, c in found.items() if c.trace}
-            if not known:  # nothing was measured
-                return None
-            total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
-            scaled = [(own, active.weights[t] / total) for t, own in known.items()]
-            problem = Regression(
-                experts=tuple(known),
-                scales=[0.0] * len(known),
-                ridges=[max(epsilon, LEAST_RIDGE) * share * own.trace for own, share in scaled],
-                measured={n: (own, share * base.shape[1]) for n, (own, share) in enumerate(scaled)},
-            )
-            return merge_by_ridge(base, active, problem, scale, rule=self.spec.name)
-
-        return by_layout(base, experts, settings.layout, select, scale, formula)
-
-
-def merge_by_fisher(
-    base: Tensor, active: ActiveExperts, fisher: Sequence[Tensor], floor: float
-) -> Tensor:
-    """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
-
-    δ is `floor` mean entries of the F_t (departure: the authors add 1e-6 in the unit of F_t).
-    """
-    count = max(1, base.numel() * len(fisher))
-    level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
-    level = level or 1.0  # all F_t are zero: any level makes it the mean
-    merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
-    weights = torch.tensor(active.weights, dtype=torch.float64, device=base.device)[:, None, None]
-    for rows, stack in delta_blocks(base, active.experts, torch.float64):
-        information = torch.stack([as_rows(part)[rows] for part in fisher]).to(stack)
-        counted = information.add_(level).mul_(weights)
-        as_rows(merged)[rows] = stack.mul_(counted).sum(dim=0).div_(counted.sum(dim=0))
-    return merged
+        stored = base.shape[::-1] if settings.layout == "transposed" else base.shape
+        inputs = self.lookup(settings).inputs(stored)
+        found = {t: inputs[place] for t, place in enumerate(active.positions) if inputs}
+        known = {t: replace(c, off_diagonal=off_diagonal) for t, c in found.items() if c.trace}
+        if not known:  # nothing was measured
+            return None
+        total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+        scaled = [(own, active.weights[t] / total) for t, own in known.items()]
+        problem = Regression(
+            experts=tuple(known),
+            scales=[0.0] * len(known),
+            ridges=[max(epsilon, LEAST_RIDGE) * share * own.trace for own, share in scaled],
+            measured={n: (own, share * base.shape[1]) for n, (own, share) in enumerate(scaled)},
+        )
+        return merge_by_ridge(base, active, problem, scale, rule=self.spec.name)
 
 
 class FisherMerge(MeasuredMethod):
-    """Fisher merging: every entry is a mean of the experts', weighted by Fisher information."""
+    """Fisher merging, Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (Eq. 4).
+
+    δ is `fisher_floor` mean entries of the F_t (departure: the authors add 1e-6 in their unit).
+    """
 
     kind = "fisher"
     level = shared("fisher_floor", Positive, 1e-6, "Added to the information, in its mean entries.")
@@ -430,17 +415,19 @@ class FisherMerge(MeasuredMethod):
     summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
     beyond_span = "it weighs entries"
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        information = self.lookup(settings).fisher(base.shape)
+        if information is None:
+            return None
         scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))
-        base, *experts = tensors
-        fisher = self.lookup(settings).fisher(base.shape)
-        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            if fisher is None:
-                return None
-            own = [fisher[position] for position in active.positions]
-            record = active.record(self.spec.name)
-            return merge_by_fisher(base, active, own, floor).mul_(scale).add_(base), record
-
-        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+        fisher = [information[position] for position in active.positions]
+        count = max(1, base.numel() * len(fisher))
+        level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
+        level = level or 1.0  # all F_t are zero: any level makes it the mean
+        merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
+        weights = torch.tensor(active.weights, dtype=torch.float64, device=base.device)
+        for rows, stack in delta_blocks(base, active.experts, torch.float64):
+            counted = torch.stack([as_rows(part)[rows] for part in fisher]).to(stack)
+            counted.add_(level).mul_(weights[:, None, None])
+            as_rows(merged)[rows] = stack.mul_(counted).sum(dim=0).div_(counted.sum(dim=0))
+        return merged.mul_(scale).add_(base), active.record(self.spec.name)
