@@ -29,8 +29,8 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
     return TensorSettings("layer.weight", "base", models, values, layout, coefficients)
 
 
-SAME = "rule weight heterogeneous normalized refined prior rank side".split()
-NEAR = "tau gamma ridge sigma_iso amplification changed".split()
+SAME = "rule weight heterogeneous normalized refined rank side".split()
+NEAR = "tau gamma ridge amplification changed".split()
 
 
 def check(method_name, deltas, layout="matrix", coefficients=None, bar=1e-9, **parameters):

@@ -169,13 +169,12 @@ def merge_by_ridge(
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
     if problem.rank:
-        known |= {"refined": strength != 0, "sigma_iso": strength}
+        known["refined"] = strength != 0
     ridges = problem.ridges
     if problem.spectral is not None:
         ridges = [ridge * share for share in problem.shares()]
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
-        prior=problem.prior != 0,
         ridge=ridge * active.shape[1] / trace if trace else None,
         amplification=size**2 / sum(active.tau),
         mix=problem.mix,

@@ -70,16 +70,13 @@ class MatrixRecord:
     threshold: float | None = None
     heterogeneous: bool | None = None
     normalized: bool | None = None  # which steps were taken
-    prior: bool | None = None
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None  # ε_t of Eqs. 9-10 times w_t
     ridge: float | None = None  # ε̄ = Σ ε_t in mean eigenvalues of Σ S_t
     amplification: float | None = None  # ‖X‖² / Σ_t ‖Δ_t‖² of the closed form
-    rank: int | None = None  # k of the refinement, or of each expert
-    sigma_iso: float | None = None  # strength of the refinement
+    rank: int | None = None  # k of the refinement
     mix: float | None = None  # share of measured covariances
     side: Side | None = None  # of which covariances were estimated
-    selected: float | None = None  # share of the entries that were added
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,6 @@ EPS64 = torch.finfo(torch.float64).eps
 # What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
 OUTSIDE = 1e4 * EPS64
 
-Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
 Solved = tuple[Tensor, MatrixRecord] | None  # W0 + λ X and its record; None asks for the mean
 
 
@@ -101,16 +100,16 @@ class MatrixMethod(FormulaMethod):
     dtype = torch.float64
 
     @abstractmethod
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
 
     @full_precision()
     def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         deltas = [task_vector(expert, base, self.dtype) for expert in active.experts]
         matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
-        merged, rank = self.combine(matrices, settings.parameters)
+        merged = self.combine(matrices, settings.parameters)
         scale = settings.parameters["lambda"] if self.scales_all else 1.0
-        return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
+        return merged.mul_(scale).add_(base), active.record(self.spec.name)
 
 
 class TsvMerge(MatrixMethod):
@@ -120,10 +119,10 @@ class TsvMerge(MatrixMethod):
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     whole = True
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         count = len(matrices.deltas)
         rank = max(1, matrices.size // count)  # departure: the paper's share would be none
-        return orthogonal_sum(None, matrices.deltas, rank, matrices.floors, [1.0] * count), rank
+        return orthogonal_sum(None, matrices.deltas, rank, matrices.floors, [1.0] * count)
 
 
 class IsoCMerge(MatrixMethod):
@@ -132,11 +131,11 @@ class IsoCMerge(MatrixMethod):
     spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
     summary = "Sums the task vectors, and makes all singular values of the sum equal."
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         size = matrices.size
         floor = math.hypot(*matrices.floors)
         left, values, right = leading_directions(matrices.total(), size, floor)
-        return (left @ right.mT).mul_(float(values.sum()) / size), None
+        return (left @ right.mT).mul_(float(values.sum()) / size)
 
 
 class IsoCtsMerge(MatrixMethod):
@@ -152,7 +151,7 @@ class IsoCtsMerge(MatrixMethod):
     )
     summary = "Joins the leading directions of the sum and of each expert, all equally strong."
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         count, size = len(matrices.deltas), matrices.size
         own = size - int(size * parameters["common_fraction"])
         each = min(round(own / count), size // count)  # so that all tasks get the same
@@ -167,7 +166,7 @@ class IsoCtsMerge(MatrixMethod):
         outer = orthogonal_factor(torch.cat(lefts, dim=1))  # orthogonal to the common ones
         left, right = torch.cat([common, outer], dim=1), torch.cat(rights, dim=1)
         strength = float(torch.cat(values).sum()) / size
-        return (left @ orthogonal_factor(right).mT).mul_(strength), each
+        return (left @ orthogonal_factor(right).mT).mul_(strength)
 
 
 class CartMerge(MatrixMethod):
@@ -179,7 +178,7 @@ class CartMerge(MatrixMethod):
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
     scales_all = False  # with λ = 0 it is the average of the experts
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         fraction = parameters["rank_fraction"]
         rank = max(int(fraction * matrices.size), 1) if fraction > 0 else 0
         mean = matrices.total().div_(len(matrices.deltas))
@@ -187,7 +186,7 @@ class CartMerge(MatrixMethod):
         for delta in matrices.deltas:
             left, values, right = leading_directions(delta.sub_(mean), rank)
             merged.add_((left * values) @ right.mT, alpha=parameters["lambda"])
-        return merged, rank
+        return merged
 
 
 class ActMatMerge(MatrixMethod):
@@ -197,8 +196,8 @@ class ActMatMerge(MatrixMethod):
     summary = "Solves `ace`'s regression on unscaled covariances, with no ridge."
     whole = True
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
-        return solve_least(matrices.deltas, matrices.deltas), None
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        return solve_least(matrices.deltas, matrices.deltas)
 
 
 class WudiMerge(MatrixMethod):
@@ -216,10 +215,10 @@ class WudiMerge(MatrixMethod):
     summary = "Minimises the interference of the task vectors with each other on their own rows."
     whole = True
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
         if parameters["solver"] == "exact":
-            return solve_least(matrices.deltas, units), None
+            return solve_least(matrices.deltas, units)
         # as its authors do: from Σ_t Δ_t, at a constant rate, in float32, whose digits are enough
         merged, units = matrices.total().float(), [unit.float() for unit in units]
         deltas = [delta.float() for delta in matrices.deltas]
@@ -229,7 +228,7 @@ class WudiMerge(MatrixMethod):
             for delta, unit in zip(deltas, units, strict=True):
                 merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
             adam.step()
-        return merged.double(), None
+        return merged.double()
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
@@ -285,16 +284,13 @@ class ConsensusMerge(FormulaMethod):
     def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         names = ("lambda", "mask_threshold", "consensus")
         scale, threshold, least = (settings.parameters[name] for name in names)
-        whole = {"copy": True, "memory_format": torch.contiguous_format}
-        merged, selected = base.to(active.dtype, **whole), 0
+        merged = base.to(active.dtype, copy=True, memory_format=torch.contiguous_format)
         for rows, stack in delta_blocks(base, active.experts, active.dtype):
             total = stack.sum(dim=0)
             votes = stack.abs() > (total - stack).abs_().mul_(threshold)
             chosen = votes.sum(dim=0) >= least
             as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
-            selected = selected + chosen.count_nonzero()
-        share = float(selected) / max(1, base.numel())
-        return merged, active.record(self.spec.name, selected=share)
+        return merged, active.record(self.spec.name)
 
 
 class LinesMerge(TaskVectorMethod):
