@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import full_precision, orthogonal_sum
-from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
 from mergekit_ace.algebra.ridge import MeasuredCovariance, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
@@ -139,7 +138,7 @@ def merge_tensor(
     layout: TableLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
-    space: CoreSpace | None = None,
+    shape: Sequence[int] | None = None,
     measured: Sequence[MeasuredCovariance | None] = (),
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging or `ace_plus`.
@@ -153,7 +152,7 @@ def merge_tensor(
         options: `AceOptions`, by default, or `PlusOptions`.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
-        space: of which the tensors are cores, if they are; W0 is 0 then.
+        shape: (o, i) of the matrices that the tensors are cores of, if they are; W0 is 0 then.
         measured: covariances of the experts' inputs, which replace a share of their estimates; None
             for an expert without one.
 
@@ -177,7 +176,7 @@ def merge_tensor(
             f"{count} experts, and the weights {list(weights)}, and the coefficients {list(given)}"
         )
     select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
+        select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], shape=shape
     )
     fixed = resolve_layout(layout, None, base.ndim)
     formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)

@@ -7,16 +7,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from mergekit_ace.algebra.linalg import as_rows, as_vector, blocks
-
-if TYPE_CHECKING:
-    from mergekit_ace.algebra.low_rank import CoreSpace
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
@@ -153,12 +150,13 @@ def select_active(
     weights: Sequence[float],
     dtype: torch.dtype,
     coefficients: Sequence[float] | None = None,
-    space: CoreSpace | None = None,
+    shape: Sequence[int] | None = None,
 ) -> ActiveExperts:
     """Measure τ_t of versions of one shape, and keep the experts that have something to say.
 
-    `dtype` is that of task vectors, unless the tensors are wider; `space` that of cores. There is
-    a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector that does not fit.
+    `dtype` is that of task vectors, unless the tensors are wider; `shape` that of the matrix whose
+    core they are. There is a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector
+    that does not fit.
     """
     dtype = torch.promote_types(dtype, base.dtype)
     tau, shift, size = _measure(base, experts, dtype)
@@ -188,7 +186,7 @@ def select_active(
         changed=changed,
         size=size,
         dtype=dtype,
-        shape=(space.left.shape[-2], space.right.shape[-2]) if space else tuple(base.shape),
+        shape=tuple(shape or base.shape),
     )
 
 

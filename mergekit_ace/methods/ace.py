@@ -18,7 +18,6 @@ from mergekit_ace.algebra.ace import (
     PlusOptions,
     merge_tensor,
 )
-from mergekit_ace.algebra.low_rank import CoreSpace
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
 from mergekit_ace.methods.architecture import is_table
@@ -60,7 +59,7 @@ class RidgeMethod(TaskVectorMethod):
         if side == "outputs" and type(options) is PlusOptions:
             options = AdapterOptions.model_validate(options.model_dump())
         given = weights, options, read.layout, settings.coefficients
-        merged, record = merge_tensor(base, experts, *given, space=read.space, measured=measured)
+        merged, record = merge_tensor(base, experts, *given, shape=read.shape, measured=measured)
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
         record = replace(record, matrices=tuple(solved))
         if record.layout == read.layout:  # and not averaged after all
@@ -131,8 +130,8 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     table = is_table(settings.base, settings.name)
     if settings.layout not in other or side != "outputs" or table:
         return settings
-    space = settings.space and CoreSpace(settings.space.right, settings.space.left)
-    return replace(settings, layout=other[settings.layout], space=space)
+    shape = settings.shape and settings.shape[::-1]
+    return replace(settings, layout=other[settings.layout], shape=shape)
 
 
 class AceMerge(RidgeMethod):

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, merge_in_span
+from mergekit_ace.algebra.low_rank import LowRank, merge_in_span
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
@@ -114,7 +114,7 @@ class TensorSettings:
     parameters: Mapping[str, Any]  # resolved, by name; those of experts by model
     layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
     coefficients: Sequence[float] | None = None  # that its merge uses
-    space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
+    shape: Sequence[int] | None = None  # of matrices whose cores are merged, as of adapters
     group: TensorGroup | None = None  # None until tensors are read, and where they have low rank
 
     @classmethod
@@ -336,8 +336,8 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> tuple[LowRank | None, float, TensorRecord]:
         """Merge task vectors of low rank; see `merge_in_span` and `leaves_span`."""
 
-        def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace) -> Merged:
-            return self.merge(tensors, replace(settings, layout=layout, space=space))
+        def merge(tensors: list[Tensor], layout: FixedLayout, shape: Sequence[int]) -> Merged:
+            return self.merge(tensors, replace(settings, layout=layout, shape=shape))
 
         return merge_in_span(deltas, settings.layout, merge, rank)
 

@@ -86,8 +86,8 @@ class FormulaMethod(TaskVectorMethod):
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
-        weights, space, layout = settings.weights, settings.space, settings.layout
-        select = partial(select_active, weights=weights, dtype=self.dtype, space=space)
+        weights, shape, layout = settings.weights, settings.shape, settings.layout
+        select = partial(select_active, weights=weights, dtype=self.dtype, shape=shape)
         scale = settings.parameters["lambda"] if self.scales_all else 1.0
         given = select, scale, partial(self.formula, settings)
         return by_layout(base, experts, layout, *given, entrywise=not self.layouts)
