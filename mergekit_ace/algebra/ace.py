@@ -265,10 +265,8 @@ def _regression(
     if epsilon is None:
         epsilon = RIDGE if unit == "spectrum" else 1e-5
     traces = dict(enumerate(active.traces if ace else active.tau))
-    if normalized or unit == "relative":  # 0 is no divisor (departure)
-        traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
-    if not any(traces.values()):
-        traces = {}
+    # 0 is no divisor (departure)
+    traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     scales, ridges, found = [], [], {}
     for place, (t, trace) in enumerate(traces.items()):
         weight = active.weights[t]
