@@ -79,13 +79,6 @@ class CoefficientFile:
     coefficients: Tensor
     learner_state: Mapping[str, Tensor]
 
-    def __post_init__(self) -> None:
-        expected = (self.contents.rows, len(self.contents.tensors))
-        if (found := tuple(self.coefficients.shape)) != expected:
-            raise ValueError(f"the coefficients have the shape {found}, expected {expected}")
-        if not self.coefficients.isfinite().all():
-            raise ValueError("there are coefficients that are NaN or Inf")
-
     @cached_property
     def columns(self) -> dict[str, int]:
         """Column of every name that a tensor has, in memory or on disk."""
