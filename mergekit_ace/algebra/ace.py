@@ -16,8 +16,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import full_precision, orthogonal_sum
-from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS, orthogonal_sum
 from mergekit_ace.algebra.ridge import MeasuredCovariance, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -35,7 +35,6 @@ from mergekit_ace.algebra.task_vectors import (
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
-    rounding_floors,
     select_active,
     task_vector,
 )
@@ -209,9 +208,7 @@ def _merge_plus(
             problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
         merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus")
     if embeddings:
-        experts, floors = active.experts, rounding_floors(base, active)
-        rank = max(1, min(active.shape) // len(experts))
-        total = orthogonal_sum(base, experts, rank, floors, active.coefficients, active.dtype)
+        total = orthogonal_sum(base, active, active.dtype)
         merged.add_(total, alpha=share * options.scale)
     return merged, record
 

@@ -22,8 +22,8 @@ from mergekit_ace.algebra.linalg import (
     full_precision,
     leading_directions,
     orthogonal_factor,
-    orthogonal_sum,
 )
+from mergekit_ace.algebra.plus import orthogonal_sum
 from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -112,17 +112,19 @@ class MatrixMethod(FormulaMethod):
         return merged.mul_(scale).add_(base), active.record(self.spec.name)
 
 
-class TsvMerge(MatrixMethod):
+class TsvMerge(FormulaMethod):
     """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     whole = True
+    entry = 8
+    dtype = torch.float64
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
-        count = len(matrices.deltas)
-        rank = max(1, matrices.size // count)  # departure: the paper's share would be none
-        return orthogonal_sum(None, matrices.deltas, rank, matrices.floors, [1.0] * count)
+    @full_precision()
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        total = orthogonal_sum(base, active, self.dtype).mul_(settings.parameters["lambda"])
+        return total.add_(base), active.record(self.spec.name)
 
 
 class IsoCMerge(MatrixMethod):
