@@ -65,11 +65,6 @@ class PlusOptions(BaseModel):
         default="float32", description="The dtype of task vectors, unless the tensors are wider."
     )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """``compute_dtype`` as torch's."""
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
-
 
 class AdapterOptions(PlusOptions):
     """What may be chosen where `ace_plus` merges adapters, read as (i, o) by their outputs."""
@@ -174,9 +169,8 @@ def merge_tensor(
             "coefficient for each, and a last one for the refinement of `ace`: there are "
             f"{count} experts, and the weights {list(weights)}, and the coefficients {list(given)}"
         )
-    select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], shape=shape
-    )
+    dtype, own = getattr(torch, options.compute_dtype), given[:count]
+    select = partial(select_active, weights=weights, dtype=dtype, coefficients=own, shape=shape)
     fixed = resolve_layout(layout, None, base.ndim)
     formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)
     if isinstance(options, AceOptions):
@@ -322,7 +316,7 @@ def split_tensor(
     where nothing is refined. Each component is a merge with all other coefficients at 0.
     """
     options = options.model_copy(update={"scale": 1.0})
-    dtype = torch.promote_types(options.dtype, base.dtype)
+    dtype = torch.promote_types(getattr(torch, options.compute_dtype), base.dtype)
     coefficients = torch.eye(len(experts) + options.refines).tolist()
     merges = (merge_tensor(base, experts, None, options, layout, one)[0] for one in coefficients)
     return [task_vector(merged, base, dtype) for merged in merges]

@@ -35,6 +35,13 @@ def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slic
         yield slice(start, min(start + step, length))
 
 
+def largest_size(tensor: Tensor) -> float:
+    """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
+    if tensor.numel() == 0:
+        return 0.0
+    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
+
+
 def as_vector(numbers: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
     """Return numbers in the dtype of a tensor, where that is; nobody waits for a GPU's copy."""
     if not like.is_cuda:
@@ -122,7 +129,7 @@ def leading_directions(
     short = torch.zeros(side, 0, dtype=torch.float64, device=wide.device)
     long, values = short.new_zeros(length, 0), short.new_zeros(0)
     # Squares of the tiniest and the largest entries leave the range of float64.
-    scale = float(torch.stack(torch.aminmax(matrix)).abs().max()) if matrix.numel() else 0.0
+    scale = largest_size(matrix)
     if count and scale:
         parts = list(blocks(length, side, wide.device))
         squares = torch.zeros(side, side, dtype=torch.float64, device=wide.device)

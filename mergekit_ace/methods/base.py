@@ -31,6 +31,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
+from mergekit_ace.algebra.linalg import largest_size
 from mergekit_ace.algebra.low_rank import LowRank, merge_in_span
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
@@ -394,13 +395,6 @@ def check_finite(method: str, group: TensorGroup) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; without a copy of it."""
     return math.isfinite(largest_size(tensor))
-
-
-def largest_size(tensor: Tensor) -> float:
-    """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
-    if tensor.numel() == 0:
-        return 0.0
-    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
 
 
 def describe(name: str | None) -> str:
