@@ -24,10 +24,9 @@ BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
 # Singular values below this share of the largest are lost in a Gram matrix.
 WEAKEST = {torch.float64: 1e-7, torch.float32: 1e-3}
-CPU = torch.device("cpu")
 
 
-def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slice]:
+def blocks(length: int, width: int, device: torch.device) -> Iterator[slice]:
     """Iterate over slices of 0…length of items with `width` entries, as large as suits a device."""
     entries = BLOCK_ENTRIES if device.type == "cpu" else GPU_BLOCK
     step = max(1, entries // max(1, width))
