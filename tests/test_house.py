@@ -17,7 +17,7 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 13568,
+    "lines": 13569,
     "lines of a file": 486,
     "parameters of a function": 8,
     "our modules that one imports": 12,

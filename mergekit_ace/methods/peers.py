@@ -86,9 +86,10 @@ class FormulaMethod(TaskVectorMethod):
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
-        weights, shape, layout = settings.weights, settings.shape, settings.layout
+        weights, shape = settings.weights, settings.shape
         select = partial(select_active, weights=weights, dtype=self.dtype, shape=shape)
         scale = settings.parameters["lambda"] if self.scales_all else 1.0
+        layout = settings.layout if self.layouts else "mean"
         given = select, scale, partial(self.formula, settings)
         return by_layout(base, experts, layout, *given, entrywise=not self.layouts)
 
