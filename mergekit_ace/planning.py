@@ -430,6 +430,7 @@ def _describe_lost(names: Mapping[ModelReference, Sequence[str]]) -> str:
 class MergeEstimate:
     """What a merge takes, if all experts have changed all tensors and all of them are refined."""
 
+    operations: float  # of floating-point numbers
     memory: int  # bytes of the process at its largest, about; without what the system caches
     device_memory: int | None  # bytes on the accelerator; None without one
     read: int  # bytes
@@ -440,6 +441,7 @@ class MergeEstimate:
         device = self.device_memory
         more = f", and {in_bytes(device)} on the device" if device is not None else ""
         return (
+            f"  work  up to {self.operations:.2g} operations\n"
             f"memory  about {in_bytes(self.memory)}{more}\n"
             f"  disk  reads {in_bytes(self.read)}, writes {in_bytes(self.written)}"
         )
@@ -448,7 +450,7 @@ class MergeEstimate:
 def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimate:
     """Return what a merge takes, from the shapes of its tensors."""
     config, on_device = plan.config, plan.options.device not in (None, "cpu")
-    read = written = 0
+    operations, read, written = 0.0, 0, 0
     most = most_on_device = shard = 0  # bytes; a shard is held until the next tensor would fill it
     for tensor in plan.tensors:
         headers = tensor.headers(checkpoints)
@@ -456,13 +458,14 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         if header is None:
             continue
         method, settings = tensor.method, tensor.settings
-        working = 4 * header.entries
+        working, work = 4 * header.entries, 2.0 * header.entries * max(1, len(headers) - 1)
         if isinstance(method, TaskVectorMethod):
             if method.layouts:
                 settings = replace(settings, layout=method.layout(settings, len(header.shape)))
             weights = zip(settings.experts, settings.weights, strict=True)
             experts = sum(weight != 0 for model, weight in weights if model in headers)
             working = method.memory(settings, header.shape, experts)
+            work = method.operations(settings, header.shape, experts)
         merged_in = safetensors_dtype(config.dtype) or header.dtype
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
@@ -471,8 +474,9 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         most = max(most, shard + inputs + output + (0 if on_device else working))
         shard += output
         most_on_device = max(most_on_device, inputs + working)
+        operations += work
         # adapters share a base, which is read once
         read += sum(one.bytes for one in {m.model: h for m, h in headers.items()}.values())
         written += output
     device = most_on_device if on_device else None
-    return MergeEstimate(_PROCESS + most, device, read, written)
+    return MergeEstimate(operations, _PROCESS + most, device, read, written)

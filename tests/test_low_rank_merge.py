@@ -30,7 +30,7 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
 
 
 SAME = "rule weight heterogeneous normalized refined rank side".split()
-NEAR = "tau gamma ridge amplification changed".split()
+NEAR = "tau gamma ridge sigma_iso amplification changed".split()
 
 
 def check(method_name, deltas, layout="matrix", coefficients=None, bar=1e-9, **parameters):

@@ -10,6 +10,7 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -40,13 +41,15 @@ from mergekit_ace.algebra.task_vectors import (
 LARGEST_STACK = 2**28
 # A GPU works on the matrices of all experts by one command where they have at most so many entries.
 GROUPED = 2**25
-# The least squared entry on the diagonal of A's factor, in units of ‖S‖² / tr(S), by which digits
-# are lost: float32 leaves errors of about 1e-4. The default ridge is 0.01 of these units.
-LEAST_PIVOT = {torch.float32: 1e-3, torch.float64: 64 * torch.finfo(torch.float64).eps}
+# The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
+TOLERANCE = 1e-4
+SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
+LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not enough, float64 still is
+PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
 
-# X; R, where it is refined; ε̄, tr(S), ‖S‖² / tr(S), the factor's least diagonal, 0 if it is one.
+# X; R, where it is refined; ε̄, tr(S) and what `_relative_error` takes, still on the device.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
 
@@ -101,13 +104,12 @@ class Regression:
     flattening: tuple[float, float] = FLATTENING
     turned: bool = False  # whether by XXᵀ, which is smaller than XᵀX, of the matrix, not of a core
 
-    def ridge(self, system: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ε̄, tr(S) and ‖S‖² / tr(S), which are the same of K."""
+    def ridge(self, system: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ε̄ and the trace of S, or K, which has its trace and its norm."""
         trace = system.trace()
-        mean = torch.linalg.vector_norm(system).square_() / trace
         if self.spectral is None:
-            return torch.full_like(trace, sum(self.ridges)), trace, mean
-        return self.spectral * mean, trace, mean
+            return torch.full_like(trace, sum(self.ridges)), trace
+        return self.spectral * torch.linalg.vector_norm(system).square_() / trace, trace
 
     def shares(self) -> list[float]:
         """Return ε_t / ε̄; of no ridge at all, the same for all."""
@@ -137,7 +139,7 @@ class CentredVectors:
             if self.whole is not None:
                 self.whole -= self.means[:, None]
 
-    def block(self, rows: slice, part: slice = slice(None)) -> Tensor:
+    def block(self, rows: slice | Tensor, part: slice = slice(None)) -> Tensor:
         """Return the C_t of some rows, and of some experts; a view where all are in memory."""
         if self.whole is not None:
             return self.whole[part, rows]
@@ -151,8 +153,9 @@ def merge_by_ridge(
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge the versions of one matrix, (o, i): W0 + λ (X + what the refinement adds).
 
-    All is done in float32 at first, and once more in float64 where the factor of A shows that A is
-    too close to a singular matrix; an `IllConditionedError` says that it is, even in float64.
+    All is done in float32 at first. The error of Y is measured: what some rows of
+    Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
+    it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
     `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
@@ -163,13 +166,14 @@ def merge_by_ridge(
     for dtype in (torch.float32, torch.float64)[not narrow :]:
         vectors = CentredVectors(base, experts, dtype, problem.centred)
         merged, numbers = _closed_form(problem, vectors, coefficients)
-        strength, size, ridge, trace, mean, pivot, failed = torch.stack(numbers).tolist()
-        if not failed and pivot**2 > LEAST_PIVOT[dtype] * mean:
+        strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
+        error = _relative_error(size, sum(active.tau) ** 0.5, measured, dtype)
+        if not failed and error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
             break
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
     if problem.rank:
-        known["refined"] = strength != 0
+        known |= {"refined": strength != 0, "sigma_iso": strength}
     ridges = problem.ridges
     if problem.spectral is not None:
         ridges = [ridge * share for share in problem.shares()]
@@ -227,7 +231,7 @@ def _solve_primal(
     origin = shares.index(min(shares))
     taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
-    factors, taken = as_vector([coefficients, taken], means)
+    factors, taken, *given = as_vector([coefficients, taken, shares, problem.scales], means)
     plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
@@ -246,7 +250,7 @@ def _solve_primal(
             if not plain:
                 stack = stack * factors[:, None, None]
             _add_times_(merged[block], stack[part] - stack[origin], covariances)
-    (ridge, trace, mean), residual = problem.ridge(system), None
+    (ridge, trace), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row
         for block in vectors.blocks:
@@ -261,19 +265,24 @@ def _solve_primal(
     for block in vectors.blocks:
         stack = vectors.block(block)
         merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
-        merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
+        solved, alpha = solve(merged[block], lower), coefficients[origin]
+        torch.add(solved, stack[origin], alpha=alpha, out=merged[block])
+    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
+    solved = solve(wrong if common is None else torch.cat([wrong, common]), lower)
+    numbers = _error_numbers(solved[: len(wrong)], probed, merged, lower)
     if common is not None:
-        _add_prior_(merged, solve(common, lower)[0])
-    return merged, residual, [ridge, trace, mean, lower.diagonal().min(), failed.to(merged)]
+        _add_prior_(merged, solved[-1])
+    return merged, residual, [ridge, trace, *numbers, failed.to(merged)]
 
 
 def _covariances(problem: Regression, vectors: CentredVectors, part: slice) -> Tensor:
     """Return the S_t of some experts, (g, i, i)."""
     scales, columns = problem.scales[part], vectors.shape[1]
-    found = vectors.means.new_zeros(len(scales), columns, columns)
     if any(scales):
         stacks = (vectors.block(block, part) for block in vectors.blocks)
         found = reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
+    else:
+        found = vectors.means.new_zeros(len(scales), columns, columns)
     if set(scales) != {1.0}:
         found *= as_vector(scales, found)[:, None, None]
     for t in problem.measured.keys() & {*range(part.start, part.start + len(scales))}:
@@ -282,9 +291,9 @@ def _covariances(problem: Regression, vectors: CentredVectors, part: slice) -> T
     return found
 
 
-def _add_times_(total: Tensor, rows: Tensor, covariances: Tensor) -> None:
-    """Add Σ_t R_t S_t to a sum, (m, i), for rows R_t, (g, m, i), and the S_t of as many experts."""
-    add_product_(total, rows.transpose(0, 1).flatten(1), covariances.flatten(0, 1))
+def _add_times_(total: Tensor, rows: Tensor, matrices: Tensor) -> None:
+    """Add Σ_t R_t M_t to a sum, (m, i), for rows R_t, (g, m, k), and as many M_t, (k, i)."""
+    add_product_(total, rows.transpose(0, 1).flatten(1), matrices.flatten(0, 1))
 
 
 def _solve_dual(
@@ -307,7 +316,7 @@ def _solve_dual(
     stack = whole if roots == [1.0] * count else whole * as_vector(roots, whole)[:, None, None]
     stack = stack.reshape(count * rows, columns)
     system = gram(stack)
-    (ridge, trace, mean), residual = problem.ridge(system), None
+    (ridge, trace), residual = problem.ridge(system), None
 
     def combine(given: Sequence[float], taken: Sequence[float]) -> Tensor:
         """Return [g_t K_tt / √s_t]_t − Σ_r a_r K_r / √s_r, (o, N)."""
@@ -319,8 +328,10 @@ def _solve_dual(
             combined[:, own].add_(system[own, own], alpha=given[t] / roots[t])
         return combined
 
-    taken = [share * a for share, a in zip(problem.shares(), coefficients, strict=True)]
+    shares = problem.shares()
+    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     combined = combine(coefficients, taken)
+    factors, totals, *given = as_vector([coefficients, taken, shares, problem.scales], whole)
     if problem.rank:
         residual = combine([1.0] * count, [1 / count] * count)
         away = means - means.mean(dim=0)
@@ -331,11 +342,63 @@ def _solve_dual(
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
     merged = product(solve(combined, lower), stack)
-    merged.add_(torch.tensordot(as_vector(taken, whole), whole, dims=1))
+    merged.view(-1).addmv_(whole.flatten(1).mT, totals)
+    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
+    sides = product(wrong, stack.mT)
     if problem.prior:
-        common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
-        _add_prior_(merged, common)
-    return merged, residual, [ridge, trace, mean, lower.diagonal().min(), failed.to(merged)]
+        sides = torch.cat([sides, stack.sum(dim=1)[None]])
+    solved = product(solve(sides, lower), stack)
+    left = (wrong - solved[: len(wrong)]) / ridge
+    numbers = _error_numbers(left, probed, merged, lower)
+    if problem.prior:
+        _add_prior_(merged, solved[-1] / (columns * problem.prior))
+    return merged, residual, [ridge, trace, *numbers, failed.to(merged)]
+
+
+def _probe(
+    problem: Regression,
+    vectors: CentredVectors,
+    merged: Tensor,
+    ridge: Tensor,
+    factors: Tensor,
+    shares: Tensor,
+    scales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest rows of Y, and what Σ_t (Y − λ_t C_t)(S_t + ε_t I) is there, not 0.
+
+    λ_t, ε_t / ε̄ and s_t are vectors, (T,).
+    """
+    sizes = torch.linalg.vector_norm(merged, dim=1)
+    sampled = sizes.topk(min(PROBED_ROWS, len(sizes))).indices
+    rows = merged[sampled]
+    away = torch.addcmul(rows, vectors.block(sampled), factors[:, None, None], value=-1)
+    wrong = torch.tensordot(shares, away, dims=1) * ridge
+    scaled = away if set(problem.scales) == {1.0} else away * scales[:, None, None]
+    for block in vectors.blocks:
+        stack = vectors.block(block)
+        _add_times_(wrong, product(scaled, stack.mT), stack)
+    for t, (known, share) in problem.measured.items():
+        wrong.add_(product(away[t], known.matrix(wrong)), alpha=share)
+    return rows, wrong
+
+
+def _error_numbers(error: Tensor, rows: Tensor, merged: Tensor, lower: Tensor) -> list[Tensor]:
+    """Return ‖error‖ of some rows of Y, ‖rows‖, ‖Y‖ and the range of a factor's diagonal."""
+    sizes = (torch.linalg.vector_norm(tensor) for tensor in (error, rows, merged))
+    return [*sizes, *torch.aminmax(lower.diagonal())]
+
+
+def _relative_error(
+    size: float, given: float, numbers: Sequence[float], dtype: torch.dtype
+) -> float:
+    """Return the relative error of X, of this size, by `_error_numbers`; NaN of a singular A."""
+    error, rows, whole, low, high = numbers
+    # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
+    rows = max(rows, 1e-6 * given)
+    if not rows or not high > 0 or not (low / high) ** 2 > 64 * torch.finfo(dtype).eps:
+        return math.nan
+    loss = whole / size if size else LARGEST_LOSS  # of digits by the prior
+    return error / rows * min(max(1.0, loss), LARGEST_LOSS)
 
 
 def _refine(
@@ -360,11 +423,10 @@ def _refine(
     component = component if wide is target else component.mT
     if problem.ridged_mean:
         return component, strength
-    common, along = vectors.means.sum(dim=0), torch.zeros_like(strength)
-    for rows in vectors.blocks:
-        total = vectors.block(rows).sum(dim=0) + common
-        along += (component[rows] * total).sum(dtype=torch.float64)
-    kept = (along >= 0).to(plain.dtype)
+    common = vectors.means.sum(dim=0)
+    totals = ((rows, vectors.block(rows).sum(dim=0) + common) for rows in vectors.blocks)
+    products = ((component[rows] * total).sum(dtype=torch.float64) for rows, total in totals)
+    kept = (reduce(Tensor.add_, products) >= 0).to(plain.dtype)
     refined = plain + component
     least = torch.finfo(plain.dtype).tiny  # experts may cancel one another to the last bit
     refined *= torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(refined).clamp(min=least)

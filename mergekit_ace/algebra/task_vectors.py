@@ -72,6 +72,7 @@ class MatrixRecord:
     ridge: float | None = None  # ε̄ = Σ ε_t in mean eigenvalues of Σ S_t
     amplification: float | None = None  # ‖X‖² / Σ_t ‖Δ_t‖² of the closed form
     rank: int | None = None  # k of the refinement
+    sigma_iso: float | None = None  # its strength
     mix: float | None = None  # share of measured covariances
     side: Side | None = None  # of which covariances were estimated
 

@@ -42,6 +42,7 @@ class RidgeMethod(TaskVectorMethod):
 
     options_class: ClassVar[type[PlusOptions]]
     whole = True
+    products = 3.0  # the system, the numerator, and what flattens the spectrum
 
     def options(self, settings: TensorSettings) -> PlusOptions:
         """Return the options among the resolved parameters of a tensor."""
@@ -146,6 +147,7 @@ class AceMerge(RidgeMethod):
     summary = "Solves a ridge regression per matrix, with covariances estimated from task vectors."
     options_class = AceOptions
     ill_conditioned = "Raise `epsilon` for this tensor (by a filter) or for all."
+    products = 5.0  # with the refinement
 
 
 class PlusAceMerge(RidgeMethod):

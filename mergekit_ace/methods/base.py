@@ -168,6 +168,7 @@ class TaskVectorMethod(GroupMergeMethod):
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
     beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
+    products: ClassVar[float] = 0.0  # with all task vectors that a merge of matrices is worth
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         """Merge the versions of one tensor, the base's first, into one of any dtype.
@@ -191,6 +192,11 @@ class TaskVectorMethod(GroupMergeMethod):
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return self.beyond_span
+
+    def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
+        """Return about how many operations of floating-point numbers a merge takes."""
+        matrices = len(shape) > 1 and settings.layout not in ("mean", "table")
+        return 2.0 * experts * math.prod(shape) * (1 + self.products * matrices * min(shape[-2:]))
 
     def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
         """Return the bytes that a merge takes beside its inputs and its result, as stored."""

@@ -99,6 +99,7 @@ class MatrixMethod(FormulaMethod):
 
     entry = 8
     dtype = torch.float64
+    products = 10.0  # decompositions of every expert and of them all
 
     @abstractmethod
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
@@ -217,6 +218,7 @@ class WudiMerge(MatrixMethod):
     )
     summary = "Minimises the interference of the task vectors with each other on their own rows."
     whole = True
+    products = 2.0  # a step of adam; all of the closed form are few
 
     def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
@@ -236,6 +238,10 @@ class WudiMerge(MatrixMethod):
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
         return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
+
+    def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
+        steps = settings.parameters["steps"] if settings.parameters["solver"] == "adam" else 1
+        return super().operations(settings, shape, experts) * steps
 
 
 def solve_least(deltas: Sequence[Tensor], units: Iterable[Tensor]) -> Tensor:
