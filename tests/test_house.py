@@ -17,7 +17,7 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 13821,
+    "lines": 13720,
     "lines of a file": 486,
     "parameters of a function": 8,
     "our modules that one imports": 12,

@@ -29,7 +29,7 @@ def settings_of(method, experts, layout="matrix", coefficients=None, **parameter
     return TensorSettings("layer.weight", "base", models, values, layout, coefficients)
 
 
-SAME = "rule weight heterogeneous normalized refined prior rank side".split()
+SAME = "rule weight heterogeneous normalized refined rank side".split()
 NEAR = "tau gamma ridge sigma_iso amplification changed".split()
 
 

@@ -16,10 +16,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks, full_precision, orthogonal_sum
-from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS
-from mergekit_ace.algebra.ridge import MeasuredInputs, Regression, merge_by_ridge
+from mergekit_ace.algebra.linalg import full_precision
+from mergekit_ace.algebra.plus import FLATTENING, FLATTENING_OF_ADAPTERS, orthogonal_sum
+from mergekit_ace.algebra.ridge import MeasuredCovariance, Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
     Factor,
@@ -31,14 +30,11 @@ from mergekit_ace.algebra.task_vectors import (
     Statistic,
     TableLayout,
     TensorRecord,
-    as_matrices,
     by_layout,
-    form_stack,
-    from_matrices,
+    delta_blocks,
     measure_heterogeneity,
     merge_mean,
     resolve_layout,
-    rounding_floors,
     select_active,
     task_vector,
 )
@@ -49,7 +45,6 @@ RIDGE = 0.01
 CLEARLY_APART = 1.0
 # A trace below this share of τ_t is what rounding leaves of 0: all rows moved alike.
 NOTHING = 1e-10
-UNMEASURED = MeasuredInputs()
 # So many times as long as wide are embeddings that are the head as well, and no other matrices.
 LONGEST = 8
 # The share of TSV-Merge's sum in embeddings.
@@ -69,11 +64,6 @@ class PlusOptions(BaseModel):
     compute_dtype: Literal["float32", "float64"] = Field(
         default="float32", description="The dtype of task vectors, unless the tensors are wider."
     )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """``compute_dtype`` as torch's."""
-        return torch.float64 if self.compute_dtype == "float64" else torch.float32
 
 
 class AdapterOptions(PlusOptions):
@@ -142,8 +132,8 @@ def merge_tensor(
     layout: TableLayout = "auto",
     coefficients: Sequence[float] | None = None,
     *,
-    space: CoreSpace | None = None,
-    measured: MeasuredInputs = UNMEASURED,
+    shape: Sequence[int] | None = None,
+    measured: Sequence[MeasuredCovariance | None] = (),
 ) -> tuple[Tensor, TensorRecord]:
     """Merge the versions of one stored tensor by ACE-Merging or `ace_plus`.
 
@@ -156,8 +146,9 @@ def merge_tensor(
         options: `AceOptions`, by default, or `PlusOptions`.
         coefficients: λ_t of the experts' components of X, and of `ace` last that of the refinement;
             1 by default. What is refined is X with all of them at 1.
-        space: of which the tensors are cores, if they are; W0 is 0 then.
-        measured: covariances of the inputs, which replace a share of the estimates.
+        shape: (o, i) of the matrices that the tensors are cores of, if they are; W0 is 0 then.
+        measured: covariances of the experts' inputs, which replace a share of their estimates; None
+            for an expert without one.
 
     Returns:
         W0 + λ X, in the compute dtype or wider (where no expert changed it the base itself), and
@@ -178,9 +169,8 @@ def merge_tensor(
             "coefficient for each, and a last one for the refinement of `ace`: there are "
             f"{count} experts, and the weights {list(weights)}, and the coefficients {list(given)}"
         )
-    select = partial(
-        select_active, weights=weights, dtype=options.dtype, coefficients=given[:count], space=space
-    )
+    dtype, own = getattr(torch, options.compute_dtype), given[:count]
+    select = partial(select_active, weights=weights, dtype=dtype, coefficients=own, shape=shape)
     fixed = resolve_layout(layout, None, base.ndim)
     formula = partial(_merge_plus, options=options, layout=fixed, measured=measured)
     if isinstance(options, AceOptions):
@@ -194,7 +184,7 @@ def _merge_plus(
     active: ActiveExperts,
     options: PlusOptions,
     layout: FixedLayout,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix by `ace_plus`: embeddings as the sum of two merges."""
     embeddings = layout == "table" or max(active.shape) > LONGEST * min(active.shape)
@@ -203,19 +193,16 @@ def _merge_plus(
     if layout == "table":
         merged, record = merge_table(base, active, scale)
     else:
-        problem = _regression(base, active, options, measured, normalized=True)
+        problem = _regression(active, options, measured, normalized=True)
         if not embeddings:
             turned, flattening = active.shape[0] < active.shape[1], FLATTENING
             if options.of_adapters:  # T − 1 others, or fewer where some weights are small
                 others = len(active.weights) ** 2 / sum(w * w for w in active.weights) - 1
                 flattening = FLATTENING_OF_ADAPTERS[0] * others, FLATTENING_OF_ADAPTERS[1]
             problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
-        known = {"mix": measured.mix} if problem.measured else {}
-        merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus", **known)
+        merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus")
     if embeddings:
-        experts, floors = active.experts, rounding_floors(base, active)
-        rank = max(1, min(active.shape) // len(experts))
-        total = orthogonal_sum(base, experts, rank, floors, active.coefficients, active.dtype)
+        total = orthogonal_sum(base, active, active.dtype)
         merged.add_(total, alpha=share * options.scale)
     return merged, record
 
@@ -225,7 +212,7 @@ def _merge_ace(
     active: ActiveExperts,
     options: AceOptions,
     refinement: float,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
 ) -> tuple[Tensor, MatrixRecord]:
     """Merge one matrix that at least two experts changed: decide its branch (step 1), and solve."""
     gamma, variance = measure_heterogeneity(active.tau)
@@ -237,7 +224,7 @@ def _merge_ace(
     normalized, rank = switch[options.adaptive_normalization], 0
     if switch[options.spectral_refinement]:
         rank = int(options.rank_fraction * min(active.shape))
-    problem = _regression(base, active, options, measured, normalized=normalized)
+    problem = _regression(active, options, measured, normalized=normalized)
     if not problem.experts:  # every expert moved all its rows alike
         return merge_mean(base, active, options.scale)
     return merge_by_ridge(
@@ -254,15 +241,13 @@ def _merge_ace(
         normalized=normalized,
         refined=False,
         rank=rank,
-        **({"mix": measured.mix} if problem.measured else {}),
     )
 
 
 def _regression(
-    base: Tensor,
     active: ActiveExperts,
     options: PlusOptions,
-    measured: MeasuredInputs,
+    measured: Sequence[MeasuredCovariance | None],
     normalized: bool,
 ) -> Regression:
     """Return the regression of one matrix and its ridges (Eqs. 8-13), of experts with estimates."""
@@ -271,14 +256,8 @@ def _regression(
     if epsilon is None:
         epsilon = RIDGE if unit == "spectrum" else 1e-5
     traces = dict(enumerate(active.traces if ace else active.tau))
-    for t, (expert, tau) in enumerate(zip(active.experts, active.tau, strict=True)):
-        if ace and traces[t] <= 1e-2 * tau:  # the difference has lost its digits
-            delta = task_vector(expert, base, torch.float64)
-            traces[t] = float((delta - delta.mean(dim=0)).square().sum())
-    if normalized or unit == "relative":  # 0 is no divisor (departure)
-        traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
-    if not any(traces.values()):
-        traces = {}
+    # 0 is no divisor (departure)
+    traces = {t: trace for t, trace in traces.items() if trace > NOTHING * active.tau[t]}
     scales, ridges, found = [], [], {}
     for place, (t, trace) in enumerate(traces.items()):
         weight = active.weights[t]
@@ -286,10 +265,10 @@ def _regression(
         relative = epsilon * factor * trace / active.shape[1]  # ε times S_t's mean eigenvalue
         ridge = {"spectrum": weight, "absolute": epsilon * factor, "relative": relative}
         ridges.append(ridge[unit])
-        own = measured.covariance(active.positions[t])
-        if own is not None:
-            found[place] = own, measured.mix * factor * trace / own.trace
-            factor *= 1 - measured.mix
+        own = measured[active.positions[t]] if measured else None
+        if own and own.mix and own.trace:
+            found[place] = own, own.mix * factor * trace / own.trace
+            factor *= 1 - own.mix
         scales.append(factor)
     prior = 0.0
     if ace and ace.structural_prior:
@@ -300,6 +279,7 @@ def _regression(
         ridges=ridges,
         spectral=epsilon if unit == "spectrum" else None,
         measured=found,
+        mix=next((own.mix for own, _ in found.values()), None),
         centred=ace is not None,
         prior=prior,
         ridged_mean=ace is not None and ace.refinement_mean == "ridged",
@@ -315,8 +295,7 @@ def merge_table(base: Tensor, active: ActiveExperts, scale: float) -> tuple[Tens
     tau, weights, coefficients = merged.new_tensor(
         [active.tau, active.weights, active.coefficients], dtype=torch.float64
     )[:, :, None]
-    for rows in blocks(len(base), len(tau) * base.shape[1], base.device):
-        stack = form_stack(base[rows], [expert[rows] for expert in active.experts], active.dtype)
+    for rows, stack in delta_blocks(base, active.experts, active.dtype):
         # in float64: squares of a far weaker expert's entries leave the range of float32
         counts = torch.linalg.vector_norm(stack, dim=2, dtype=torch.float64).square_().div_(tau)
         counts = counts.add_(RIDGE / len(base)).mul_(weights)
@@ -337,16 +316,7 @@ def split_tensor(
     where nothing is refined. Each component is a merge with all other coefficients at 0.
     """
     options = options.model_copy(update={"scale": 1.0})
-    if layout not in ("mean", "table", "matrix") and base.numel():
-        views = [as_matrices(tensor, layout) for tensor in (base, *experts)]
-        stacks = zip(*views, strict=True)
-        split = [split_tensor(own[0], own[1:], options, "matrix") for own in stacks]
-        return [from_matrices(parts, base.shape, layout) for parts in zip(*split, strict=True)]
-    active = select_active(base, experts, [1.0] * len(experts), options.dtype)
-    used = active.spread(active.weights, 0.0)
-    origin = torch.zeros_like(base, dtype=active.dtype)
-    deltas = [task_vector(expert, base, active.dtype) for expert in experts]
-    return [
-        merge_tensor(origin, deltas, used, options, layout, one)[0]
-        for one in torch.eye(len(experts) + options.refines).tolist()
-    ]
+    dtype = torch.promote_types(getattr(torch, options.compute_dtype), base.dtype)
+    coefficients = torch.eye(len(experts) + options.refines).tolist()
+    merges = (merge_tensor(base, experts, None, options, layout, one)[0] for one in coefficients)
+    return [task_vector(merged, base, dtype) for merged in merges]

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import blocks
+from mergekit_ace.algebra.linalg import as_rows
+from mergekit_ace.algebra.task_vectors import delta_blocks
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -21,14 +22,13 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> dict[str, Any]:
     """Compare task vectors entry by entry, in float64, of tensors of any shape; see `Record`."""
-    origin, *versions = (tensor.reshape(-1) for tensor in (base, *experts))
-    count = base.numel()
+    count, origin = base.numel(), as_rows(base)
     products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
     changed = torch.zeros(len(experts), dtype=torch.int64, device=base.device)
     base_square = 0.0
-    for part in blocks(count, 4):  # that stay in a cache in float64
-        base_square += float(torch.linalg.vector_norm(origin[part], dtype=torch.float64)) ** 2
-        deltas = torch.stack([v[part].double() for v in versions]).sub_(origin[part].double())
+    for rows, stack in delta_blocks(base, experts, torch.float64):
+        base_square += float(torch.linalg.vector_norm(origin[rows], dtype=torch.float64)) ** 2
+        deltas = stack.flatten(1)
         products += deltas @ deltas.mT
         changed += torch.count_nonzero(deltas, dim=1)
     base_norm, norms = math.sqrt(base_square), products.diagonal().sqrt()

@@ -10,7 +10,6 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,21 @@ BLOCK_ENTRIES = 2**20
 GPU_BLOCK = 2**25
 # Singular values below this share of the largest are lost in a Gram matrix.
 WEAKEST = {torch.float64: 1e-7, torch.float32: 1e-3}
-CPU = torch.device("cpu")
 
 
-def blocks(length: int, width: int, device: torch.device = CPU) -> Iterator[slice]:
+def blocks(length: int, width: int, device: torch.device) -> Iterator[slice]:
     """Iterate over slices of 0…length of items with `width` entries, as large as suits a device."""
     entries = BLOCK_ENTRIES if device.type == "cpu" else GPU_BLOCK
     step = max(1, entries // max(1, width))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
+
+
+def largest_size(tensor: Tensor) -> float:
+    """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
+    if tensor.numel() == 0:
+        return 0.0
+    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
 
 
 def as_vector(numbers: Sequence[float] | Sequence[Sequence[float]], like: Tensor) -> Tensor:
@@ -93,8 +98,6 @@ def solve(rows: Tensor, lower: Tensor) -> Tensor:
     """Return rows, (m, n), contiguous and overwritten on a CPU, times (L Lᵀ)⁻¹ of a factor L."""
     if rows.device.type != "cpu":
         return torch.cholesky_solve(rows.mT, lower).mT
-    if not rows.numel():
-        return rows
     system = (lower.numpy(), True)
     solved = scipy.linalg.cho_solve(system, rows.numpy().T, overwrite_b=True, check_finite=False)
     return torch.from_numpy(solved.T)
@@ -106,13 +109,7 @@ def leading_eigenpairs(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
         _load_library(matrix.device)
         values, vectors = torch.linalg.eigh(matrix)
     else:
-        size = len(matrix)
-        chosen = None if 2 * count > size else (size - count, size - 1)
-        driver = "evr" if chosen else "evd"
-        pairs = scipy.linalg.eigh(
-            matrix.numpy(), subset_by_index=chosen, driver=driver, check_finite=False
-        )
-        values, vectors = (torch.from_numpy(np.ascontiguousarray(part)) for part in pairs)
+        values, vectors = map(torch.from_numpy, np.linalg.eigh(matrix.numpy()))
     return values.flip(0)[:count], vectors.flip(1)[:, :count]
 
 
@@ -131,7 +128,7 @@ def leading_directions(
     short = torch.zeros(side, 0, dtype=torch.float64, device=wide.device)
     long, values = short.new_zeros(length, 0), short.new_zeros(0)
     # Squares of the tiniest and the largest entries leave the range of float64.
-    scale = float(torch.stack(torch.aminmax(matrix)).abs().max()) if matrix.numel() else 0.0
+    scale = largest_size(matrix)
     if count and scale:
         parts = list(blocks(length, side, wide.device))
         squares = torch.zeros(side, side, dtype=torch.float64, device=wide.device)
@@ -150,67 +147,6 @@ def orthogonal_factor(matrix: Tensor) -> Tensor:
     """Return U Vᵀ of A = U diag(σ) Vᵀ: the nearest matrix with orthonormal rows or columns."""
     left, _, right = leading_directions(matrix, min(matrix.shape))
     return left @ right.mT
-
-
-def orthogonal_sum(
-    base: Tensor | None,
-    experts: Sequence[Tensor],
-    rank: int,
-    floors: Sequence[float],
-    coefficients: Sequence[float],
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """Return TSV-Merge's sum, (o, i) (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
-
-    Of Δ_t = U_t diag(σ_t) V_tᵀ the leading triplets are kept. The nearest orthonormal matrices U⊥
-    and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ. Without a base the experts
-    are the Δ_t, none of them zero. Products have `dtype`, and decompositions are in float64. The
-    longer side is worked on by blocks: U⊥ = P diag(1/σ) C^-½ with P = [Δ_t V_t]_t and
-    C = diag(1/σ) PᵀP diag(1/σ).
-    """
-    turned = experts[0].shape[0] < experts[0].shape[1]
-    origin = base.mT if base is not None and turned else base
-    versions = [expert.mT if turned else expert for expert in experts]
-    length, side = versions[0].shape
-    parts = list(blocks(length, side, versions[0].device))
-
-    def delta(version: Tensor, rows: slice) -> Tensor:
-        block = version[rows].to(dtype)
-        return block if origin is None else block - origin[rows]
-
-    scales, rights = [], []
-    for version in versions:
-        # Squares of the tiniest and the largest entries leave the range of float64.
-        largest = [delta(version, rows).abs().max() for rows in parts]
-        scales.append(float(torch.stack(largest).max()))
-        squares = (gram(delta(version, rows).mT / scales[-1]).double() for rows in parts)
-        square = reduce(Tensor.add_, squares)
-        rights.append(leading_eigenpairs(square, min(rank, side))[1].to(dtype).contiguous())
-
-    def project(rows: slice) -> Tensor:
-        scaled = (delta(v, rows) / scale for v, scale in zip(versions, scales, strict=True))
-        return torch.cat([product(*pair) for pair in zip(scaled, rights, strict=True)], dim=1)
-
-    formed = [project(rows) for rows in parts if len(parts) == 1]
-    grams = (gram(block.mT).double() for block in formed or map(project, parts))
-    square = reduce(Tensor.add_, grams)
-    values = square.diagonal().sqrt().view(len(scales), -1)
-    numbers = zip(scales, floors, coefficients, strict=True)
-    table = values.new_tensor([[floor / scale, a * scale] for scale, floor, a in numbers])
-    weakest = WEAKEST[dtype]
-    kept = values > torch.maximum(weakest * values.amax(dim=1, keepdim=True), table[:, :1])
-    total = torch.zeros_like(versions[0], dtype=dtype)
-    if kept.any():
-        strengths, values, kept = (values * table[:, 1:])[kept], values[kept], kept.flatten()
-        cosines = square[kept][:, kept] / torch.outer(values, values)
-        overlaps, vectors = leading_eigenpairs(cosines, len(cosines))
-        roots = overlaps.clamp(min=0).sqrt()
-        roots = torch.where(roots > weakest * roots[:1], 1 / roots, 0)
-        mixing = product(vectors * roots, vectors.mT) * strengths / values[:, None]
-        mixing = product(mixing, orthogonal_factor(torch.cat(rights, dim=1)[:, kept]).mT).to(dtype)
-        for rows, block in zip(parts, formed or map(project, parts), strict=True):
-            total[rows] = product(block[:, kept], mixing)
-    return total.mT if turned else total
 
 
 # --multi-gpu merges tensors side by side, and the switches of torch and of the BLAS are global.

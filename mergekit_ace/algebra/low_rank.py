@@ -116,15 +116,15 @@ def _basis(columns: Tensor) -> Tensor:
 def merge_in_span(
     deltas: Sequence[LowRank | None],
     layout: FixedLayout,
-    merge: Callable[[list[Tensor], FixedLayout, CoreSpace], tuple[Tensor, TensorRecord]],
+    merge: Callable[[list[Tensor], FixedLayout, Sequence[int]], tuple[Tensor, TensorRecord]],
     rank: int | None,
 ) -> tuple[LowRank | None, float, TensorRecord]:
     """Merge the task vectors of one tensor, in float64, at least one; W0 is not needed.
 
     Returns λ X, or None where nothing has changed, what of ‖X‖² was cut off, and what was done.
     `deltas` has None for an expert that left the tensor as it was. `merge` is a method's merge of
-    full tensors, the base's first, by a layout, or of the cores that a space has of them; it stays
-    in their span. `rank` is the most that the result may have.
+    full tensors, the base's first, by a layout, or of cores of matrices of a shape; it stays in
+    their span. `rank` is the most that the result may have.
     """
     views = [delta and delta.read_as(layout) for delta in deltas]
     given = [delta for delta in views if delta is not None]
@@ -134,7 +134,7 @@ def merge_in_span(
         basis = torch.linalg.qr(torch.cat([delta.right for delta in given], dim=-2).mT).Q
         zero = first.left.new_zeros(first.shape[0], basis.shape[1])
         tables = [delta.left @ (delta.right @ basis) if delta else zero for delta in views]
-        table, record = merge([zero, *tables], layout, CoreSpace(zero, basis))
+        table, record = merge([zero, *tables], layout, first.shape)
         left, core = torch.linalg.qr(table)
         space = CoreSpace(left, basis)
     else:
@@ -142,7 +142,7 @@ def merge_in_span(
         zero = torch.zeros_like(space.core(first))
         cores = [space.core(delta) if delta else zero.clone() for delta in views]
         solved = "mean" if layout == "mean" else "stacked" if zero.ndim == 3 else "matrix"
-        core, record = merge([zero, *cores], solved, space)
+        core, record = merge([zero, *cores], solved, first.shape[-2:])
     merged, lost = space.expand(core, first.shape, min(rank or most, most))
     record = replace(record, shape=shape, layout=layout)
     if all(matrix.rule == "base" for matrix in record.matrices):

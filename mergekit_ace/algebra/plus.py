@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_plus`: what is added to ACE's regression of matrices other than embeddings.
+"""`ace_plus`: what is added to ACE's regression, of embeddings TSV-Merge's sum.
 
 A compromise between experts leaves many directions of X = U diag(σ) Vᵀ weak. Where experts are
 unlike, F = U diag(σ / (σ² + c)) Vᵀ strengthens these, and X keeps its size.
@@ -7,14 +7,25 @@ unlike, F = U diag(σ / (σ² + c)) Vᵀ strengthens these, and X keeps its size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import as_vector, factorize, product, solve
+from mergekit_ace.algebra.linalg import (
+    WEAKEST,
+    as_vector,
+    factorize,
+    gram,
+    leading_eigenpairs,
+    orthogonal_factor,
+    product,
+    solve,
+)
+from mergekit_ace.algebra.task_vectors import ActiveExperts, delta_blocks, rounding_floors
 
 # ‖F‖ / ‖X‖ where experts have nothing in common, and c in units of ‖XXᵀ‖² / tr(XXᵀ), a mean of σ²
 # that is weighted by σ².
@@ -71,3 +82,49 @@ def measure_unlikeness(
     cosines = cosines * shares * shares[:, None]  # one by one: their product may be out of range
     total = 2 * sum(a * b for a, b in combinations(weights, 2)) or 1.0
     return 1 - (cosines.sum() / total).clamp(0, 1)
+
+
+def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> Tensor:
+    """Return TSV-Merge's sum, (o, i) (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
+
+    Of Δ_t = U_t diag(σ_t) V_tᵀ the min(o, i) / T leading triplets are kept. The nearest orthonormal
+    matrices U⊥ and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ. Products have
+    `dtype`, and decompositions are in float64. The longer side is worked on by blocks:
+    U⊥ = P diag(1/σ) C^-½ with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
+    """
+    turned = base.shape[0] < base.shape[1]
+    origin, *versions = (tensor.mT if turned else tensor for tensor in (base, *active.experts))
+    total, sizes = torch.zeros_like(origin, dtype=dtype), [tau**0.5 for tau in active.tau]
+    units = as_vector([1 / size for size in sizes], total)[:, None, None]
+
+    def scaled() -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of Δ_t / ‖Δ_t‖, whose squares are in range."""
+        for rows, stack in delta_blocks(origin, versions, dtype):
+            yield rows, stack.mul_(units)
+
+    squares = reduce(Tensor.add_, (product(unit.mT, unit).double() for _, unit in scaled()))
+    rank = max(1, min(active.shape) // len(sizes))  # departure: the paper's share could be none
+    rights = torch.stack([leading_eigenpairs(square, rank)[1] for square in squares]).to(dtype)
+
+    def projected() -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of P, (m, n), of Δ_t / ‖Δ_t‖."""
+        for rows, unit in scaled():
+            yield rows, product(unit, rights).transpose(0, 1).flatten(1)
+
+    square = reduce(Tensor.add_, (gram(block.mT).double() for _, block in projected()))
+    values = square.diagonal().sqrt().view(len(sizes), -1)
+    numbers = zip(rounding_floors(base, active), active.coefficients, sizes, strict=True)
+    floors, factors = as_vector([[f / size, a * size] for f, a, size in numbers], values).mT
+    weakest = WEAKEST[dtype]
+    least = torch.maximum(weakest * values.amax(dim=1), floors)[:, None]
+    kept, strengths = (values > least).flatten(), (values * factors[:, None]).flatten()
+    values = torch.where(kept, values.flatten(), math.inf)
+    overlaps, vectors = leading_eigenpairs(square / torch.outer(values, values), len(square))
+    roots = overlaps.clamp(min=0).sqrt()
+    roots = torch.where(roots > weakest * roots[:1], 1 / roots, 0)
+    outer = orthogonal_factor(rights.transpose(0, 1).flatten(1) * kept)
+    mixing = product(vectors * roots, vectors.mT) * strengths / values[:, None]
+    mixing = product(mixing, outer.mT).to(dtype)
+    for rows, block in projected():
+        total[rows] = product(block, mixing)
+    return total.mT if turned else total

@@ -11,7 +11,7 @@ With the centred task vectors C_t = Δ_t − 1μ_tᵀ, (o, i), and S_t = s_t C_t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -49,8 +49,6 @@ PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
 FLOAT32_RANGE = (1e-9, 1e9)
 
-# The S_t of g experts, (g, i, i), or factors F_t, (g, i, o), and R_t, (g, o, i), of S_t = F_t R_t.
-Covariances = tuple[Tensor | None, Tensor]
 # X; R, where it is refined; ε̄, tr(S) and what `_relative_error` takes, still on the device.
 Solution = tuple[Tensor, Tensor | None, list[Tensor]]
 
@@ -67,6 +65,7 @@ class MeasuredCovariance:
     packed: Tensor  # see `pack`; maybe on another device, maybe mapped from a file
     columns: int  # i
     off_diagonal: float = 1.0  # α, which entries off the diagonal are multiplied by, 0 to 1
+    mix: float = 1.0  # share in the covariance of a merge, once both have one trace, 0 to 1
 
     @cached_property
     def trace(self) -> float:
@@ -86,22 +85,6 @@ class MeasuredCovariance:
 
 
 @dataclass(frozen=True)
-class MeasuredInputs:
-    """What was measured of the inputs of one matrix; entries in the order of all experts.
-
-    Measured and estimated covariances are brought to one trace before they are mixed.
-    """
-
-    covariances: tuple[MeasuredCovariance | None, ...] = ()  # None: no sample came
-    mix: float = 1.0  # share of the measured in the covariances of a merge, 0 to 1
-
-    def covariance(self, position: int) -> MeasuredCovariance | None:
-        """Return that of one expert, if it says anything."""
-        found = self.covariances[position] if self.covariances and self.mix > 0 else None
-        return found if found is not None and found.trace > 0 else None
-
-
-@dataclass(frozen=True)
 class Regression:
     """The ridge regression of one matrix; lists are in the order of `experts`."""
 
@@ -111,6 +94,7 @@ class Regression:
     spectral: float | None = None  # ε of ε̄ = ε ‖S‖_F² / tr(S); None where the ε_t are given
     # M_t and m_t by the place of an expert in `experts`
     measured: Mapping[int, tuple[MeasuredCovariance, float]] = field(default_factory=dict)
+    mix: float | None = None  # what of the S_t was measured, for the record
     centred: bool = False  # whether the column means μ_t are taken out; else they are 0
     prior: float = 0.0  # what the mean row of S is divided by to give c (Eq. 13); 0: no prior
     ridged_mean: bool = False  # whether the mean of the estimates in R has the ridges (Eq. 15)
@@ -183,8 +167,8 @@ def merge_by_ridge(
         vectors = CentredVectors(base, experts, dtype, problem.centred)
         merged, numbers = _closed_form(problem, vectors, coefficients)
         strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
-        error = _relative_error(size, measured, failed, dtype)
-        if error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
+        error = _relative_error(size, sum(active.tau) ** 0.5, measured, dtype)
+        if not failed and error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
             break
     else:
         raise IllConditionedError("the sum of the covariances is singular or nearly so")
@@ -195,9 +179,9 @@ def merge_by_ridge(
         ridges = [ridge * share for share in problem.shares()]
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
-        prior=problem.prior != 0,
         ridge=ridge * active.shape[1] / trace if trace else None,
         amplification=size**2 / sum(active.tau),
+        mix=problem.mix,
         **known,
     )
     return merged.mul_(scale).add_(base), record
@@ -218,9 +202,7 @@ def _closed_form(
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if finished and coefficients != ones:
-        merged, _, own = solver(replace(problem, rank=0), vectors, coefficients)
-        worse = own[2] * numbers[3] > numbers[2] * own[3]  # the relative error of X decides
-        numbers = [torch.where(worse, one, other) for one, other in zip(own, numbers, strict=True)]
+        merged, _, _ = solver(replace(problem, rank=0), vectors, coefficients)
     numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
@@ -249,27 +231,25 @@ def _solve_primal(
     origin = shares.index(min(shares))
     taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
-    factors, taken, shared = as_vector([coefficients, taken, shares], means)
+    factors, taken, *given = as_vector([coefficients, taken, shares, problem.scales], means)
     plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
     entries, count = columns * max(vectors.shape), len(shares)
     step = count if means.device.type != "cpu" and count * entries <= GROUPED else 1
-    parts = [slice(start, start + step) for start in range(0, count, step)]
-    covariances = _covariances(problem, vectors, parts, system, row)
-    if vectors.whole is None or problem.measured or len(parts) == 1:  # else one is in memory
-        covariances = list(covariances)
-    for block in vectors.blocks:
-        stack = vectors.block(block)
-        start = stack[origin] * coefficients[origin] if not plain else stack[origin]
-        for part, (left, right) in zip(parts, covariances, strict=True):
-            # the origin's own part is 0, and left out where it is the first or the last
-            first, last = part.start + (part.start == origin), part.stop - (part.stop == origin + 1)
-            if first < last:
-                moved = stack[first:last]
-                moved = (moved if plain else moved * factors[first:last, None, None]) - start
-                used = slice(first - part.start, last - part.start)
-                _add_times_(merged[block], moved, left if left is None else left[used], right[used])
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        covariances = _covariances(problem, vectors, part)
+        system += covariances[0] if len(covariances) == 1 else covariances.sum(dim=0)
+        if problem.rank:
+            _add_times_(row, (means - means.mean(dim=0))[part, None], covariances)
+        if start == origin and len(covariances) == 1:  # its own part is 0
+            continue
+        for block in vectors.blocks:
+            stack = vectors.block(block)
+            if not plain:
+                stack = stack * factors[:, None, None]
+            _add_times_(merged[block], stack[part] - stack[origin], covariances)
     (ridge, trace), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row
@@ -285,58 +265,35 @@ def _solve_primal(
     for block in vectors.blocks:
         stack = vectors.block(block)
         merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
-        merged[block] = solve(merged[block], lower).add_(stack[origin], alpha=coefficients[origin])
-    sampled = _largest_rows(merged)
-    stack, probed = vectors.block(sampled), merged[sampled]
-    away = probed - (stack if plain else stack * factors[:, None, None])
-    wrong = torch.tensordot(shared, away, dims=1) * ridge
-    if isinstance(covariances, list):
-        for part, covariance in zip(parts, covariances, strict=True):
-            _add_times_(wrong, away[part], *covariance)
-    elif vectors.whole is not None:
-        scaled = away * as_vector(problem.scales, means)[:, None, None]
-        wrong += (scaled @ vectors.whole.mT @ vectors.whole).sum(dim=0)
+        solved, alpha = solve(merged[block], lower), coefficients[origin]
+        torch.add(solved, stack[origin], alpha=alpha, out=merged[block])
+    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
     solved = solve(wrong if common is None else torch.cat([wrong, common]), lower)
-    numbers = [ridge, trace, *_error_numbers(solved[: len(wrong)], probed, stack, merged, lower)]
+    numbers = _error_numbers(solved[: len(wrong)], probed, merged, lower)
     if common is not None:
         _add_prior_(merged, solved[-1])
-    return merged, residual, [*numbers, failed.to(merged)]
+    return merged, residual, [ridge, trace, *numbers, failed.to(merged)]
 
 
-def _covariances(
-    problem: Regression, vectors: CentredVectors, parts: list[slice], system: Tensor, row: Tensor
-) -> Iterator[Covariances]:
-    """Yield the S_t by parts, each once it is added to S, (i, i), and S_t (μ_t − μ̄) to (1, i)."""
-    (rows, columns), away = vectors.shape, vectors.means - vectors.means.mean(dim=0)
-    for part in parts:
-        scales, left = problem.scales[part], None
-        uneven = set(scales) != {1.0}
-        if columns > 2 * rows and not problem.measured:  # the factors are the smaller products
-            right = vectors.block(slice(rows), part)
-            if uneven:
-                right = right * as_vector(scales, right).sqrt_()[:, None, None]
-            left = right.mT
-            add_product_(system, right.flatten(0, 1).mT, right.flatten(0, 1))
-        else:
-            stacks = (vectors.block(block, part) for block in vectors.blocks)
-            squares = (product(own.mT, own) for own in stacks)
-            shape = (len(scales), *system.shape)
-            right = reduce(Tensor.add_, squares) if any(scales) else system.new_zeros(shape)
-            if uneven:
-                right *= as_vector(scales, right)[:, None, None]
-            for t in problem.measured.keys() & {*range(part.start, part.start + len(right))}:
-                known, share = problem.measured[t]
-                right[t - part.start].add_(known.matrix(right), alpha=share)
-            system += right[0] if len(right) == 1 else right.sum(dim=0)
-        if problem.rank:
-            _add_times_(row, away[part, None], left, right)
-        yield left, right
+def _covariances(problem: Regression, vectors: CentredVectors, part: slice) -> Tensor:
+    """Return the S_t of some experts, (g, i, i)."""
+    scales, columns = problem.scales[part], vectors.shape[1]
+    if any(scales):
+        stacks = (vectors.block(block, part) for block in vectors.blocks)
+        found = reduce(Tensor.add_, (product(stack.mT, stack) for stack in stacks))
+    else:
+        found = vectors.means.new_zeros(len(scales), columns, columns)
+    if set(scales) != {1.0}:
+        found *= as_vector(scales, found)[:, None, None]
+    for t in problem.measured.keys() & {*range(part.start, part.start + len(scales))}:
+        known, share = problem.measured[t]
+        found[t - part.start].add_(known.matrix(found), alpha=share)
+    return found
 
 
-def _add_times_(total: Tensor, rows: Tensor, left: Tensor | None, right: Tensor) -> None:
-    """Add Σ_t R_t S_t to a sum, (m, i), for rows R_t, (g, m, i), and the S_t of as many experts."""
-    rows = rows if left is None else product(rows, left)
-    add_product_(total, rows.transpose(0, 1).flatten(1), right.flatten(0, 1))
+def _add_times_(total: Tensor, rows: Tensor, matrices: Tensor) -> None:
+    """Add Σ_t R_t M_t to a sum, (m, i), for rows R_t, (g, m, k), and as many M_t, (k, i)."""
+    add_product_(total, rows.transpose(0, 1).flatten(1), matrices.flatten(0, 1))
 
 
 def _solve_dual(
@@ -371,8 +328,10 @@ def _solve_dual(
             combined[:, own].add_(system[own, own], alpha=given[t] / roots[t])
         return combined
 
-    taken = [share * a for share, a in zip(problem.shares(), coefficients, strict=True)]
+    shares = problem.shares()
+    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     combined = combine(coefficients, taken)
+    factors, totals, *given = as_vector([coefficients, taken, shares, problem.scales], whole)
     if problem.rank:
         residual = combine([1.0] * count, [1 / count] * count)
         away = means - means.mean(dim=0)
@@ -381,43 +340,62 @@ def _solve_dual(
         if problem.ridged_mean:
             residual.sub_((whole.mean(dim=0) + means.mean(dim=0)).mul_(ridge))
     system.diagonal().add_(ridge)
-    sampled = _largest_rows(combined)
-    wished = combined[sampled].clone()
     lower, failed = factorize(system)
-    mixing = solve(combined, lower)
-    merged = product(mixing, stack).add_(torch.tensordot(as_vector(taken, whole), whole, dims=1))
-    mixing = mixing[sampled]
-    left = wished - (mixing @ stack) @ stack.mT - mixing * ridge
-    left = solve(left.contiguous(), lower) @ stack
-    numbers = [ridge, trace, *_error_numbers(left, merged[sampled], whole, merged, lower)]
+    merged = product(solve(combined, lower), stack)
+    merged.view(-1).addmv_(whole.flatten(1).mT, totals)
+    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
+    sides = product(wrong, stack.mT)
     if problem.prior:
-        common = (solve(stack.sum(dim=1)[None], lower) @ stack)[0] / (columns * problem.prior)
-        _add_prior_(merged, common)
-    return merged, residual, [*numbers, failed.to(merged)]
+        sides = torch.cat([sides, stack.sum(dim=1)[None]])
+    solved = product(solve(sides, lower), stack)
+    left = (wrong - solved[: len(wrong)]) / ridge
+    numbers = _error_numbers(left, probed, merged, lower)
+    if problem.prior:
+        _add_prior_(merged, solved[-1] / (columns * problem.prior))
+    return merged, residual, [ridge, trace, *numbers, failed.to(merged)]
 
 
-def _largest_rows(matrix: Tensor) -> Tensor:
-    """Return the numbers of the largest rows, to measure the error by: unchanged rows are 0."""
-    sizes = torch.linalg.vector_norm(matrix, dim=1)
-    return sizes.topk(min(PROBED_ROWS, len(sizes))).indices
+def _probe(
+    problem: Regression,
+    vectors: CentredVectors,
+    merged: Tensor,
+    ridge: Tensor,
+    factors: Tensor,
+    shares: Tensor,
+    scales: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the largest rows of Y, and what Σ_t (Y − λ_t C_t)(S_t + ε_t I) is there, not 0.
+
+    λ_t, ε_t / ε̄ and s_t are vectors, (T,).
+    """
+    sizes = torch.linalg.vector_norm(merged, dim=1)
+    sampled = sizes.topk(min(PROBED_ROWS, len(sizes))).indices
+    rows = merged[sampled]
+    away = torch.addcmul(rows, vectors.block(sampled), factors[:, None, None], value=-1)
+    wrong = torch.tensordot(shares, away, dims=1) * ridge
+    scaled = away if set(problem.scales) == {1.0} else away * scales[:, None, None]
+    for block in vectors.blocks:
+        stack = vectors.block(block)
+        _add_times_(wrong, product(scaled, stack.mT), stack)
+    for t, (known, share) in problem.measured.items():
+        wrong.add_(product(away[t], known.matrix(wrong)), alpha=share)
+    return rows, wrong
 
 
-def _error_numbers(
-    error: Tensor, rows: Tensor, stack: Tensor, merged: Tensor, lower: Tensor
-) -> list[Tensor]:
-    """Return ‖error‖ of some rows of Y, ‖rows‖, ‖C‖, ‖Y‖ and the range of a factor's diagonal."""
-    sizes = (torch.linalg.vector_norm(tensor) for tensor in (error, rows, stack, merged))
+def _error_numbers(error: Tensor, rows: Tensor, merged: Tensor, lower: Tensor) -> list[Tensor]:
+    """Return ‖error‖ of some rows of Y, ‖rows‖, ‖Y‖ and the range of a factor's diagonal."""
+    sizes = (torch.linalg.vector_norm(tensor) for tensor in (error, rows, merged))
     return [*sizes, *torch.aminmax(lower.diagonal())]
 
 
 def _relative_error(
-    size: float, numbers: Sequence[float], failed: float, dtype: torch.dtype
+    size: float, given: float, numbers: Sequence[float], dtype: torch.dtype
 ) -> float:
     """Return the relative error of X, of this size, by `_error_numbers`; NaN of a singular A."""
-    error, rows, stack, whole, low, high = numbers
+    error, rows, whole, low, high = numbers
     # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
-    rows = max(rows, 1e-6 * stack)
-    if failed or not rows or not high > 0 or not (low / high) ** 2 > 64 * torch.finfo(dtype).eps:
+    rows = max(rows, 1e-6 * given)
+    if not rows or not high > 0 or not (low / high) ** 2 > 64 * torch.finfo(dtype).eps:
         return math.nan
     loss = whole / size if size else LARGEST_LOSS  # of digits by the prior
     return error / rows * min(max(1.0, loss), LARGEST_LOSS)
@@ -445,11 +423,10 @@ def _refine(
     component = component if wide is target else component.mT
     if problem.ridged_mean:
         return component, strength
-    common, along = vectors.means.sum(dim=0), torch.zeros_like(strength)
-    for rows in vectors.blocks:
-        total = vectors.block(rows).sum(dim=0) + common
-        along += (component[rows] * total).sum(dtype=torch.float64)
-    kept = (along >= 0).to(plain.dtype)
+    common = vectors.means.sum(dim=0)
+    totals = ((rows, vectors.block(rows).sum(dim=0) + common) for rows in vectors.blocks)
+    products = ((component[rows] * total).sum(dtype=torch.float64) for rows, total in totals)
+    kept = (reduce(Tensor.add_, products) >= 0).to(plain.dtype)
     refined = plain + component
     least = torch.finfo(plain.dtype).tiny  # experts may cancel one another to the last bit
     refined *= torch.linalg.vector_norm(plain) / torch.linalg.vector_norm(refined).clamp(min=least)

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from mergekit_ace.algebra.linalg import as_rows, blocks
-
-if TYPE_CHECKING:
-    from mergekit_ace.algebra.low_rank import CoreSpace
+from mergekit_ace.algebra.linalg import as_rows, as_vector, blocks
 
 FixedLayout = Literal["matrix", "transposed", "stacked", "flattened", "mean", "table"]
 Layout = Literal["auto", "matrix", "transposed", "stacked", "flattened", "mean"]
@@ -70,16 +67,14 @@ class MatrixRecord:
     threshold: float | None = None
     heterogeneous: bool | None = None
     normalized: bool | None = None  # which steps were taken
-    prior: bool | None = None
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None  # ε_t of Eqs. 9-10 times w_t
     ridge: float | None = None  # ε̄ = Σ ε_t in mean eigenvalues of Σ S_t
     amplification: float | None = None  # ‖X‖² / Σ_t ‖Δ_t‖² of the closed form
-    rank: int | None = None  # k of the refinement, or of each expert
-    sigma_iso: float | None = None  # strength of the refinement
+    rank: int | None = None  # k of the refinement
+    sigma_iso: float | None = None  # its strength
     mix: float | None = None  # share of measured covariances
     side: Side | None = None  # of which covariances were estimated
-    selected: float | None = None  # share of the entries that were added
 
 
 @dataclass(frozen=True)
@@ -110,6 +105,15 @@ def form_stack(base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype) -> T
     return stack.sub_(base)
 
 
+def delta_blocks(
+    base: Tensor, experts: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows of a tensor `as_rows`, and the Δ_t of these, (T, m, n), a block at a time."""
+    origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
+    for rows in blocks(len(origin), len(experts) * origin.shape[1], base.device):
+        yield rows, form_stack(origin[rows], [version[rows] for version in versions], dtype)
+
+
 @dataclass(frozen=True)
 class ActiveExperts:
     """The experts that take part in one matrix: those with positive weight that changed it."""
@@ -119,7 +123,7 @@ class ActiveExperts:
     coefficients: tuple[float, ...]  # λ_t of their components of a merge; 1 unless learned
     positions: tuple[int, ...]  # where they stand among those given
     all_tau: tuple[float, ...]  # τ_t = ‖Δ_t‖_F² (Eq. 43) of all experts given; 0 where unchanged
-    traces: tuple[float, ...]  # tr(G_t) of centred task vectors; to about 1e-6 τ_t
+    traces: tuple[float, ...]  # tr(G_t) of centred task vectors
     changed: tuple[int, ...]  # of all experts given: 0 for one that is the base, maybe rounded
     size: float  # ‖W0‖_F²
     dtype: torch.dtype  # in which task vectors are formed
@@ -147,24 +151,24 @@ def select_active(
     weights: Sequence[float],
     dtype: torch.dtype,
     coefficients: Sequence[float] | None = None,
-    space: CoreSpace | None = None,
+    shape: Sequence[int] | None = None,
 ) -> ActiveExperts:
     """Measure τ_t of versions of one shape, and keep the experts that have something to say.
 
-    `dtype` is that of task vectors, unless the tensors are wider; `space` that of cores. There is
-    a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector that does not fit.
+    `dtype` is that of task vectors, unless the tensors are wider; `shape` that of the matrix whose
+    core they are. There is a `ValueError` for NaN or Inf, and an `OverflowError` for a task vector
+    that does not fit.
     """
     dtype = torch.promote_types(dtype, base.dtype)
     tau, shift, size = _measure(base, experts, dtype)
     for t, expert in enumerate(experts):
-        if tau[t] < 1e76:  # no entry can be too large for float32
+        if math.isfinite(tau[t]):
             continue
         for name, version in (("the base", base), (f"expert {t}", expert)):
             if not version.isfinite().all():
                 raise ValueError(f"{name} contains NaN or Inf")
-        if tau[t] == math.inf or not task_vector(expert, base, dtype).isfinite().all():
-            said = f"the task vector of expert {t} overflows {dtype}"
-            raise OverflowError(f"{said}; write compute_dtype: float64, if the method has it")
+        said = f"the task vector of expert {t} overflows {dtype}"
+        raise OverflowError(f"{said}; write compute_dtype: float64, if the method has it")
     changed = tuple(
         int(value > 0 and not is_base_rounded(expert, base, value, size))
         for expert, value in zip(experts, tau, strict=True)
@@ -183,7 +187,7 @@ def select_active(
         changed=changed,
         size=size,
         dtype=dtype,
-        shape=(space.left.shape[-2], space.right.shape[-2]) if space else tuple(base.shape),
+        shape=tuple(shape or base.shape),
     )
 
 
@@ -194,25 +198,17 @@ def _measure(
 
     Vectors count as matrices of one column here.
     """
-    origin, *versions = (as_rows(tensor) for tensor in (base, *experts))
-    sums = base.new_zeros(len(experts), origin.shape[1], dtype=torch.float64)
-    norms = []
-    for rows in blocks(len(origin), len(experts) * origin.shape[1], base.device):
-        stack = form_stack(origin[rows], [version[rows] for version in versions], dtype)
-        own = torch.linalg.vector_norm(origin[rows], dim=1, dtype=dtype)[None]
-        lengths = torch.cat([own, torch.linalg.vector_norm(stack, dim=2)])
-        norms.append(torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64))
-        sums += stack.sum(dim=1)
-    norms.append(torch.linalg.vector_norm(sums, dim=1))
-    squares = [norm * norm for norm in torch.cat(norms).tolist()]
-    count, end = len(experts) + 1, len(squares) - len(experts)
-    size, *tau = (sum(squares[t:end:count], 0.0) for t in range(count))
-    shift = [square / max(1, len(origin)) for square in squares[end:]]
-    # Squares of the tiniest and the largest entries leave the range of float32.
-    odd = [e for e, t in zip(experts, tau, strict=True) if not 1e-25 < t < 1e35]
-    if dtype == torch.float32 and any(bool((expert != base).any()) for expert in odd):
-        return _measure(base, experts, torch.float64)
-    return tau, shift, size
+    origin, wide = as_rows(base), torch.float64  # squares leave the range of float32
+    sums = base.new_zeros(len(experts), origin.shape[1], dtype=wide)
+    squares = sums.new_zeros(len(experts) + 1)
+    for rows, stack in delta_blocks(base, experts, dtype):
+        own = torch.linalg.vector_norm(origin[rows], dtype=wide)[None]
+        norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide)
+        squares += torch.cat([own, norms]).square_()
+        sums += stack.sum(dim=1, dtype=wide)
+    shift = torch.linalg.vector_norm(sums, dim=1).square_().div_(max(1, len(origin)))
+    numbers = torch.cat([squares, shift]).tolist()
+    return numbers[1 : len(experts) + 1], numbers[len(experts) + 1 :], numbers[0]
 
 
 def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bool:
@@ -276,12 +272,11 @@ def add_task_vectors(
     if len(used) == 1 and used[0][1] == 1:
         return used[0][0].to(dtype)
     merged = torch.empty_like(base, dtype=dtype, memory_format=torch.contiguous_format)
-    origin, out, *versions = (as_rows(t) for t in (base, merged, *(expert for expert, _ in used)))
-    for rows in blocks(len(origin), 4 * origin.shape[1], base.device):  # several stay in the cache
-        out[rows] = 0  # the base comes last, so that the sum is rounded by its own size
-        for version, (_, share) in zip(versions, used, strict=True):
-            out[rows].add_(task_vector(version[rows], origin[rows], dtype), alpha=share)
-        out[rows] += origin[rows]
+    origin, out = as_rows(base), as_rows(merged)
+    factors = as_vector([share for _, share in used], merged)[:, None, None]
+    for rows, stack in delta_blocks(base, [expert for expert, _ in used], dtype):
+        # the base comes last, so that the sum is rounded by its own size
+        out[rows] = stack.mul_(factors).sum(dim=0).add_(origin[rows])
     return merged
 
 

@@ -18,15 +18,13 @@ from mergekit_ace.algebra.ace import (
     PlusOptions,
     merge_tensor,
 )
-from mergekit_ace.algebra.low_rank import CoreSpace
-from mergekit_ace.algebra.ridge import LARGEST_STACK, MeasuredInputs
+from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
 from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
     TensorSettings,
-    Work,
     method_spec,
     notice,
 )
@@ -44,7 +42,7 @@ class RidgeMethod(TaskVectorMethod):
 
     options_class: ClassVar[type[PlusOptions]]
     whole = True
-    products = 2.0  # the system and the numerator
+    products = 3.0  # the system, the numerator, and what flattens the spectrum
 
     def options(self, settings: TensorSettings) -> PlusOptions:
         """Return the options among the resolved parameters of a tensor."""
@@ -55,15 +53,14 @@ class RidgeMethod(TaskVectorMethod):
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         (base, *experts), weights = tensors, settings.weights
         read, lookup = _as_solved(settings, base.ndim), self.lookup(settings)
-        mix = settings.parameters["mix"]
-        measured = lookup.inputs(base.shape, mix) if lookup else MeasuredInputs()
+        measured = lookup.inputs(base.shape, settings.parameters["mix"]) if lookup else ()
         if settings.coefficients is not None and not any(settings.coefficients):
             weights = [0.0] * len(weights)  # training left the tensor out, as the base has it
         options, side = self.options(settings), "inputs" if read is settings else "outputs"
         if side == "outputs" and type(options) is PlusOptions:
             options = AdapterOptions.model_validate(options.model_dump())
         given = weights, options, read.layout, settings.coefficients
-        merged, record = merge_tensor(base, experts, *given, space=read.space, measured=measured)
+        merged, record = merge_tensor(base, experts, *given, shape=read.shape, measured=measured)
         solved = (m if m.ridge is None else replace(m, side=side) for m in record.matrices)
         record = replace(record, matrices=tuple(solved))
         if record.layout == read.layout:  # and not averaged after all
@@ -110,8 +107,8 @@ class RidgeMethod(TaskVectorMethod):
             return None
         return component_coefficients(self.spec.name, self.options(settings), settings)
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        return super().work(_as_solved(settings, len(shape)), shape, experts)
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        return super().memory(_as_solved(settings, len(shape)), shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         entries, size = rows * columns, min(columns, experts * rows)
@@ -134,8 +131,8 @@ def _as_solved(settings: TensorSettings, ndim: int) -> TensorSettings:
     table = is_table(settings.base, settings.name)
     if settings.layout not in other or side != "outputs" or table:
         return settings
-    space = settings.space and CoreSpace(settings.space.right, settings.space.left)
-    return replace(settings, layout=other[settings.layout], space=space)
+    shape = settings.shape and settings.shape[::-1]
+    return replace(settings, layout=other[settings.layout], shape=shape)
 
 
 class AceMerge(RidgeMethod):
@@ -173,13 +170,11 @@ class PlusAceMerge(RidgeMethod):
     )
     options_class = PlusOptions
     also_cites = ("2412.00081",)
-    products = 3.0  # the system, the numerator and what flattens the spectrum
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        if settings.layout != "table":
-            return super().work(settings, shape, experts)
-        work = super().work(replace(settings, layout="matrix"), shape, experts)
-        return replace(work, working=12 * math.prod(shape))  # of the orthogonal sum, by blocks
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        if settings.layout == "table":
+            return 12 * math.prod(shape)  # of the orthogonal sum, by blocks
+        return super().memory(settings, shape, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
         solved, added = super().working(rows, columns, experts), 12 * rows * columns

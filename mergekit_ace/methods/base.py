@@ -31,7 +31,8 @@ from pydantic import AfterValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from mergekit_ace.algebra.low_rank import CoreSpace, LowRank, merge_in_span
+from mergekit_ace.algebra.linalg import largest_size
+from mergekit_ace.algebra.low_rank import LowRank, merge_in_span
 from mergekit_ace.algebra.task_vectors import (
     FixedLayout,
     IllConditionedError,
@@ -105,14 +106,6 @@ REPORT = shared(
 
 
 @dataclass(frozen=True)
-class Work:
-    """Floating-point operations of a merge, and bytes beside its inputs and its result."""
-
-    operations: float
-    working: int
-
-
-@dataclass(frozen=True)
 class TensorSettings:
     """One tensor of a merge: of which models, and with which parameters."""
 
@@ -122,7 +115,7 @@ class TensorSettings:
     parameters: Mapping[str, Any]  # resolved, by name; those of experts by model
     layout: FixedLayout = "mean"  # how it is read; mean where no matrix is needed
     coefficients: Sequence[float] | None = None  # that its merge uses
-    space: CoreSpace | None = None  # of which tensors are cores, where task vectors have low rank
+    shape: Sequence[int] | None = None  # of matrices whose cores are merged, as of adapters
     group: TensorGroup | None = None  # None until tensors are read, and where they have low rank
 
     @classmethod
@@ -175,7 +168,7 @@ class TaskVectorMethod(GroupMergeMethod):
     whole: ClassVar[bool] = False  # whether unlike experts come back nearly whole at `lambda: 1`
     entry: ClassVar[int] = 4  # bytes of an entry of the matrices that it works on
     beyond_span: ClassVar[str] = ""  # why its merges of task vectors of low rank have none
-    products: ClassVar[float] = 0.0  # with all task vectors that a merge is worth; 0 for a sweep
+    products: ClassVar[float] = 0.0  # with all task vectors that a merge of matrices is worth
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         """Merge the versions of one tensor, the base's first, into one of any dtype.
@@ -200,22 +193,23 @@ class TaskVectorMethod(GroupMergeMethod):
         """Return why task vectors of low rank have no merge of low rank; empty where they have."""
         return self.beyond_span
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        """Return what a merge takes, from the shape as stored, for all experts together."""
-        layout, entries = settings.layout, math.prod(shape)
-        if layout in ("mean", "table") or len(shape) < 2 or experts < 2 or not self.products:
-            return sweep(shape, experts)
-        rows, columns = shape[-2:] if layout != "flattened" else (shape[0], math.prod(shape[1:]))
-        if layout == "transposed":
+    def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
+        """Return about how many operations of floating-point numbers a merge takes."""
+        matrices = len(shape) > 1 and settings.layout not in ("mean", "table")
+        return 2.0 * experts * math.prod(shape) * (1 + self.products * matrices * min(shape[-2:]))
+
+    def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
+        """Return the bytes that a merge takes beside its inputs and its result, as stored."""
+        if settings.layout == "mean" or experts < 2:
+            return 4 * math.prod(shape)
+        flat = settings.layout == "flattened"
+        rows, columns = (shape[0], math.prod(shape[1:])) if flat else shape[-2:]
+        if settings.layout == "transposed":
             rows, columns = columns, rows
-        if rows < 2 or not entries:  # a vector
-            return sweep(shape, experts)
-        size = min(columns, experts * rows)
-        operations = 2.0 * self.products * experts * entries * size
-        return Work(operations, self.working(rows, columns, experts))
+        return self.working(rows, columns, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        """Return the bytes that the merge of one matrix takes beside its inputs and its result."""
+        """Return what `memory` is for one matrix."""
         return self.entry * (experts + 4) * rows * columns
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
@@ -349,8 +343,8 @@ class TaskVectorMethod(GroupMergeMethod):
     ) -> tuple[LowRank | None, float, TensorRecord]:
         """Merge task vectors of low rank; see `merge_in_span` and `leaves_span`."""
 
-        def merge(tensors: list[Tensor], layout: FixedLayout, space: CoreSpace) -> Merged:
-            return self.merge(tensors, replace(settings, layout=layout, space=space))
+        def merge(tensors: list[Tensor], layout: FixedLayout, shape: Sequence[int]) -> Merged:
+            return self.merge(tensors, replace(settings, layout=layout, shape=shape))
 
         return merge_in_span(deltas, settings.layout, merge, rank)
 
@@ -368,12 +362,6 @@ class TaskVectorMethod(GroupMergeMethod):
                 f"{self.spec.name}: {{tensors}} came out with entries above 65504, which "
                 "out_dtype: float16 turns into Inf; write out_dtype: bfloat16"
             )
-
-
-def sweep(shape: Sequence[int], experts: int) -> Work:
-    """Return what it takes to read every entry of every expert once."""
-    entries = math.prod(shape)
-    return Work(2.0 * experts * entries, 4 * entries)
 
 
 def check_models(
@@ -413,13 +401,6 @@ def check_finite(method: str, group: TensorGroup) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor holds neither NaN nor Inf; without a copy of it."""
     return math.isfinite(largest_size(tensor))
-
-
-def largest_size(tensor: Tensor) -> float:
-    """Return max |x| over the entries; 0 without any, NaN or Inf where there is one."""
-    if tensor.numel() == 0:
-        return 0.0
-    return float(torch.stack(torch.aminmax(tensor)).abs().max())  # both are NaN if an entry is
 
 
 def describe(name: str | None) -> str:

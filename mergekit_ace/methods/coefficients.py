@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mergekit_ace.algebra.learner import Learner, LearnerConfig, features, measure_moments
-from mergekit_ace.algebra.ridge import MeasuredCovariance, MeasuredInputs
+from mergekit_ace.algebra.ridge import MeasuredCovariance
 from mergekit_ace.files.checkpoints import check_content
 from mergekit_ace.files.saving import read_once, save_tensors
 from mergekit_ace.files.statistics import (
@@ -78,13 +78,6 @@ class CoefficientFile:
     contents: Contents
     coefficients: Tensor
     learner_state: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        expected = (self.contents.rows, len(self.contents.tensors))
-        if (found := tuple(self.coefficients.shape)) != expected:
-            raise ValueError(f"the coefficients have the shape {found}, expected {expected}")
-        if not self.coefficients.isfinite().all():
-            raise ValueError("there are coefficients that are NaN or Inf")
 
     @cached_property
     def columns(self) -> dict[str, int]:
@@ -288,18 +281,18 @@ class MeasuredLookup:
             )
         self._tensor = tensor
 
-    def inputs(self, shape: Sequence[int], mix: float = 1.0) -> MeasuredInputs:
-        """Return covariances of a matrix of a shape as stored; none of other tensors."""
+    def inputs(self, shape: Sequence[int], mix: float = 1.0) -> list[MeasuredCovariance]:
+        """Return every expert's covariance of a matrix of a shape as stored; none of others."""
         layout, name = self._settings.layout, self._tensor.inputs
         if name is None or len(shape) != 2 or layout not in ("matrix", "transposed"):
-            return MeasuredInputs(mix=mix)
+            return []
         stored = stored_layout("auto", self._settings.base, self._settings.name, 2)
         if (layout, stored) == ("matrix", "transposed"):
             said = f"covariances are of inputs, and {describe(self._settings.name)} is stored as"
             raise ConfigError(f"{self._start}: {said} (in, out); leave out `layout: matrix`")
         columns = shape[1] if layout == "matrix" else shape[0]
         packed = self._read(f"covariance/{name}", (columns * (columns + 1) // 2,))
-        return MeasuredInputs(tuple(MeasuredCovariance(one, columns) for one in packed), mix)
+        return [MeasuredCovariance(one, columns, mix=mix) for one in packed]
 
     def fisher(self, shape: Sequence[int]) -> list[Tensor] | None:
         """Return the Fisher information of every expert; None of a tensor that has none."""

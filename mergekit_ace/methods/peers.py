@@ -19,12 +19,11 @@ from torch import Tensor
 
 from mergekit_ace.algebra.linalg import (
     as_rows,
-    blocks,
     full_precision,
     leading_directions,
     orthogonal_factor,
-    orthogonal_sum,
 )
+from mergekit_ace.algebra.plus import orthogonal_sum
 from mergekit_ace.algebra.ridge import Regression, merge_by_ridge
 from mergekit_ace.algebra.task_vectors import (
     ActiveExperts,
@@ -37,7 +36,7 @@ from mergekit_ace.algebra.task_vectors import (
     Positive,
     Ridge,
     by_layout,
-    form_stack,
+    delta_blocks,
     rounding_floors,
     select_active,
     task_vector,
@@ -48,7 +47,6 @@ from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
     TensorSettings,
-    Work,
     describe,
     method_spec,
 )
@@ -61,8 +59,7 @@ EPS64 = torch.finfo(torch.float64).eps
 # What is outside of a subspace, in units of the task vector's norm, that rounding may have left.
 OUTSIDE = 1e4 * EPS64
 
-
-Combined = tuple[Tensor, int | None]  # X, and how many directions were kept of each expert
+Solved = tuple[Tensor, MatrixRecord] | None  # W0 + λ X and its record; None asks for the mean
 
 
 @dataclass(frozen=True)
@@ -78,43 +75,58 @@ class TaskMatrices:
         return reduce(Tensor.add_, self.deltas[1:], self.deltas[0].clone())
 
 
-class MatrixMethod(TaskVectorMethod):
-    """A method that merges the task vectors of each matrix by a formula of its own, in float64."""
+class FormulaMethod(TaskVectorMethod):
+    """A method that merges matrices, or if it has no layouts all tensors, by one formula."""
 
-    entry = 8
-    products = 10.0  # decompositions of every expert and of them all
+    dtype: ClassVar[torch.dtype] = torch.float32  # of task vectors, at least
 
     @abstractmethod
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
-        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        """Return the merge of what at least two experts changed; None for their mean."""
 
     def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
         base, *experts = tensors
-        parameters, dtype = settings.parameters, torch.float64
-        scale = parameters["lambda"] if self.scales_all else 1.0
-        select = partial(select_active, weights=settings.weights, dtype=dtype, space=settings.space)
-
-        @full_precision()
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            deltas = [task_vector(expert, base, dtype) for expert in active.experts]
-            matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
-            merged, rank = self.combine(matrices, parameters)
-            return merged.mul_(scale).add_(base), active.record(self.spec.name, rank=rank)
-
-        return by_layout(base, experts, settings.layout, select, scale, formula)
+        weights, shape = settings.weights, settings.shape
+        select = partial(select_active, weights=weights, dtype=self.dtype, shape=shape)
+        scale = settings.parameters["lambda"] if self.scales_all else 1.0
+        layout = settings.layout if self.layouts else "mean"
+        given = select, scale, partial(self.formula, settings)
+        return by_layout(base, experts, layout, *given, entrywise=not self.layouts)
 
 
-class TsvMerge(MatrixMethod):
+class MatrixMethod(FormulaMethod):
+    """A method that merges the task vectors of each matrix in float64."""
+
+    entry = 8
+    dtype = torch.float64
+    products = 10.0  # decompositions of every expert and of them all
+
+    @abstractmethod
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        """Return the merged task vector of one matrix before λ, (o, i), float64, in new memory."""
+
+    @full_precision()
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        deltas = [task_vector(expert, base, self.dtype) for expert in active.experts]
+        matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
+        merged = self.combine(matrices, settings.parameters)
+        scale = settings.parameters["lambda"] if self.scales_all else 1.0
+        return merged.mul_(scale).add_(base), active.record(self.spec.name)
+
+
+class TsvMerge(FormulaMethod):
     """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     whole = True
+    entry = 8
+    dtype = torch.float64
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
-        count = len(matrices.deltas)
-        rank = max(1, matrices.size // count)  # departure: the paper's share would be none
-        return orthogonal_sum(None, matrices.deltas, rank, matrices.floors, [1.0] * count), rank
+    @full_precision()
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        total = orthogonal_sum(base, active, self.dtype).mul_(settings.parameters["lambda"])
+        return total.add_(base), active.record(self.spec.name)
 
 
 class IsoCMerge(MatrixMethod):
@@ -123,11 +135,11 @@ class IsoCMerge(MatrixMethod):
     spec = method_spec("iso_c", "Iso-C", "https://arxiv.org/abs/2502.04959", (LAMBDA, LAYOUT))
     summary = "Sums the task vectors, and makes all singular values of the sum equal."
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         size = matrices.size
         floor = math.hypot(*matrices.floors)
         left, values, right = leading_directions(matrices.total(), size, floor)
-        return (left @ right.mT).mul_(float(values.sum()) / size), None
+        return (left @ right.mT).mul_(float(values.sum()) / size)
 
 
 class IsoCtsMerge(MatrixMethod):
@@ -143,7 +155,7 @@ class IsoCtsMerge(MatrixMethod):
     )
     summary = "Joins the leading directions of the sum and of each expert, all equally strong."
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         count, size = len(matrices.deltas), matrices.size
         own = size - int(size * parameters["common_fraction"])
         each = min(round(own / count), size // count)  # so that all tasks get the same
@@ -158,7 +170,7 @@ class IsoCtsMerge(MatrixMethod):
         outer = orthogonal_factor(torch.cat(lefts, dim=1))  # orthogonal to the common ones
         left, right = torch.cat([common, outer], dim=1), torch.cat(rights, dim=1)
         strength = float(torch.cat(values).sum()) / size
-        return (left @ orthogonal_factor(right).mT).mul_(strength), each
+        return (left @ orthogonal_factor(right).mT).mul_(strength)
 
 
 class CartMerge(MatrixMethod):
@@ -170,7 +182,7 @@ class CartMerge(MatrixMethod):
     summary = "Takes the average of the experts, and adds what is left of each one at low rank."
     scales_all = False  # with λ = 0 it is the average of the experts
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         fraction = parameters["rank_fraction"]
         rank = max(int(fraction * matrices.size), 1) if fraction > 0 else 0
         mean = matrices.total().div_(len(matrices.deltas))
@@ -178,7 +190,7 @@ class CartMerge(MatrixMethod):
         for delta in matrices.deltas:
             left, values, right = leading_directions(delta.sub_(mean), rank)
             merged.add_((left * values) @ right.mT, alpha=parameters["lambda"])
-        return merged, rank
+        return merged
 
 
 class ActMatMerge(MatrixMethod):
@@ -187,10 +199,9 @@ class ActMatMerge(MatrixMethod):
     spec = method_spec("actmat", "ACTMat", "https://arxiv.org/abs/2604.01329", (LAMBDA, LAYOUT))
     summary = "Solves `ace`'s regression on unscaled covariances, with no ridge."
     whole = True
-    products = 2.0
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
-        return solve_least(matrices.deltas, matrices.deltas), None
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        return solve_least(matrices.deltas, matrices.deltas)
 
 
 class WudiMerge(MatrixMethod):
@@ -209,10 +220,10 @@ class WudiMerge(MatrixMethod):
     whole = True
     products = 2.0  # a step of adam; all of the closed form are few
 
-    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Combined:
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
         units = (delta / torch.linalg.vector_norm(delta) for delta in matrices.deltas)
         if parameters["solver"] == "exact":
-            return solve_least(matrices.deltas, units), None
+            return solve_least(matrices.deltas, units)
         # as its authors do: from Σ_t Δ_t, at a constant rate, in float32, whose digits are enough
         merged, units = matrices.total().float(), [unit.float() for unit in units]
         deltas = [delta.float() for delta in matrices.deltas]
@@ -222,16 +233,15 @@ class WudiMerge(MatrixMethod):
             for delta, unit in zip(deltas, units, strict=True):
                 merged.grad.add_(_through_the_smaller_square(merged - delta, unit), alpha=2)
             adam.step()
-        return merged.double(), None
+        return merged.double()
 
     def leaves_span(self, parameters: Mapping[str, Any]) -> str:
         adam = parameters.get("solver") == "adam"
         return "adam scales every entry by itself (`solver: exact` does not)" if adam else ""
 
-    def work(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> Work:
-        work, steps = super().work(settings, shape, experts), settings.parameters["steps"]
-        adam = settings.parameters["solver"] == "adam"
-        return replace(work, operations=work.operations * steps) if adam else work
+    def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
+        steps = settings.parameters["steps"] if settings.parameters["solver"] == "adam" else 1
+        return super().operations(settings, shape, experts) * steps
 
 
 def solve_least(deltas: Sequence[Tensor], units: Iterable[Tensor]) -> Tensor:
@@ -252,7 +262,7 @@ def _through_the_smaller_square(left: Tensor, delta: Tensor) -> Tensor:
     return (left @ delta.mT) @ delta if rows < columns else left @ (delta.mT @ delta)
 
 
-class ConsensusMerge(TaskVectorMethod):
+class ConsensusMerge(FormulaMethod):
     """Consensus Task Arithmetic, W0 + λ · M ⊙ Σ_t Δ_t, entry by entry of every tensor.
 
     Expert t's TALL mask holds the entries with |Δ_t| > mask_threshold · |Σ_s Δ_s − Δ_t| (Eq. 5),
@@ -280,27 +290,16 @@ class ConsensusMerge(TaskVectorMethod):
                 f"{count} experts, so that nothing of them would be merged; write at most {count}"
             )
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         names = ("lambda", "mask_threshold", "consensus")
         scale, threshold, least = (settings.parameters[name] for name in names)
-        base, *experts = tensors
-        select = partial(select_active, weights=[1.0] * len(experts), dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord]:
-            whole = {"copy": True, "memory_format": torch.contiguous_format}
-            merged, selected = base.to(active.dtype, **whole), 0
-            origin, *versions = map(as_rows, (base, *active.experts))
-            for rows in blocks(len(origin), len(versions) * origin.shape[1], base.device):
-                stack = form_stack(origin[rows], [one[rows] for one in versions], active.dtype)
-                total = stack.sum(dim=0)
-                votes = stack.abs() > (total - stack).abs_().mul_(threshold)
-                chosen = votes.sum(dim=0) >= least
-                as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
-                selected = selected + chosen.count_nonzero()
-            share = float(selected) / max(1, base.numel())
-            return merged, active.record(self.spec.name, selected=share)
-
-        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+        merged = base.to(active.dtype, copy=True, memory_format=torch.contiguous_format)
+        for rows, stack in delta_blocks(base, active.experts, active.dtype):
+            total = stack.sum(dim=0)
+            votes = stack.abs() > (total - stack).abs_().mul_(threshold)
+            chosen = votes.sum(dim=0) >= least
+            as_rows(merged)[rows] += total.mul_(chosen).mul_(scale)
+        return merged, active.record(self.spec.name)
 
 
 class LinesMerge(TaskVectorMethod):
@@ -339,7 +338,7 @@ def _layers(base: Hashable, block: str) -> int:
     return stack_size(f"{block}.", tensor_names(base))
 
 
-class MeasuredMethod(TaskVectorMethod):
+class MeasuredMethod(FormulaMethod):
     """A method that needs statistics of samples."""
 
     kind: ClassVar[Measure]
@@ -377,7 +376,6 @@ class RegMeanMerge(MeasuredMethod):
     )
     summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
-    products = 2.0  # the system and the numerator
     beyond_span = "measured covariances of inputs are not of low rank"
 
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
@@ -385,57 +383,31 @@ class RegMeanMerge(MeasuredMethod):
         table = is_table(settings.base, settings.name)
         return "mean" if table else super().layout(settings, ndim)
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
         names = ("lambda", "off_diagonal", "epsilon")
         scale, off_diagonal, epsilon = (settings.parameters[name] for name in names)
-        base, *experts = tensors
-        inputs = self.lookup(settings).inputs(base.shape)
-        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            found = [(t, inputs.covariance(place)) for t, place in enumerate(active.positions)]
-            known = {t: replace(own, off_diagonal=off_diagonal) for t, own in found if own}
-            if not known:  # nothing was measured
-                return None
-            total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
-            scaled = [(own, active.weights[t] / total) for t, own in known.items()]
-            problem = Regression(
-                experts=tuple(known),
-                scales=[0.0] * len(known),
-                ridges=[max(epsilon, LEAST_RIDGE) * share * own.trace for own, share in scaled],
-                measured={n: (own, share * base.shape[1]) for n, (own, share) in enumerate(scaled)},
-            )
-            return merge_by_ridge(base, active, problem, scale, rule=self.spec.name)
-
-        return by_layout(base, experts, settings.layout, select, scale, formula)
-
-
-def merge_by_fisher(
-    base: Tensor, active: ActiveExperts, fisher: Sequence[Tensor], floor: float
-) -> Tensor:
-    """Return Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (the paper's Eq. 4).
-
-    δ is `floor` mean entries of the F_t (departure: the authors add 1e-6 in the unit of F_t).
-    """
-    count = max(1, base.numel() * len(fisher))
-    level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
-    level = level or 1.0  # all F_t are zero: any level makes it the mean
-    merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
-    origin, out = as_rows(base), as_rows(merged)
-    versions = [(as_rows(w), as_rows(f)) for w, f in zip(active.experts, fisher, strict=True)]
-    for block in blocks(len(origin), origin.shape[1], base.device):
-        numerator = torch.zeros_like(origin[block], dtype=torch.float64)
-        total = torch.zeros_like(numerator)
-        for (expert, information), weight in zip(versions, active.weights, strict=True):
-            counted = information[block].to(total, copy=True).add_(level).mul_(weight)
-            numerator.addcmul_(counted, task_vector(expert[block], origin[block], total.dtype))
-            total.add_(counted)
-        out[block] = numerator.div_(total).to(active.dtype)
-    return merged
+        stored = base.shape[::-1] if settings.layout == "transposed" else base.shape
+        inputs = self.lookup(settings).inputs(stored)
+        found = {t: inputs[place] for t, place in enumerate(active.positions) if inputs}
+        known = {t: replace(c, off_diagonal=off_diagonal) for t, c in found.items() if c.trace}
+        if not known:  # nothing was measured
+            return None
+        total = math.fsum(active.weights[t] * own.trace for t, own in known.items())
+        scaled = [(own, active.weights[t] / total) for t, own in known.items()]
+        problem = Regression(
+            experts=tuple(known),
+            scales=[0.0] * len(known),
+            ridges=[max(epsilon, LEAST_RIDGE) * share * own.trace for own, share in scaled],
+            measured={n: (own, share * base.shape[1]) for n, (own, share) in enumerate(scaled)},
+        )
+        return merge_by_ridge(base, active, problem, scale, rule=self.spec.name)
 
 
 class FisherMerge(MeasuredMethod):
-    """Fisher merging: every entry is a mean of the experts', weighted by Fisher information."""
+    """Fisher merging, Σ_t w_t (F_t + δ) Δ_t / Σ_t w_t (F_t + δ), entry by entry (Eq. 4).
+
+    δ is `fisher_floor` mean entries of the F_t (departure: the authors add 1e-6 in their unit).
+    """
 
     kind = "fisher"
     level = shared("fisher_floor", Positive, 1e-6, "Added to the information, in its mean entries.")
@@ -448,17 +420,19 @@ class FisherMerge(MeasuredMethod):
     summary = "Averages the experts entry by entry, weighted by Fisher information on samples."
     beyond_span = "it weighs entries"
 
-    def merge(self, tensors: Sequence[Tensor], settings: TensorSettings) -> Merged:
+    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
+        information = self.lookup(settings).fisher(base.shape)
+        if information is None:
+            return None
         scale, floor = (settings.parameters[name] for name in ("lambda", "fisher_floor"))
-        base, *experts = tensors
-        fisher = self.lookup(settings).fisher(base.shape)
-        select = partial(select_active, weights=settings.weights, dtype=torch.float32)
-
-        def formula(base: Tensor, active: ActiveExperts) -> tuple[Tensor, MatrixRecord] | None:
-            if fisher is None:
-                return None
-            own = [fisher[position] for position in active.positions]
-            record = active.record(self.spec.name)
-            return merge_by_fisher(base, active, own, floor).mul_(scale).add_(base), record
-
-        return by_layout(base, experts, "mean", select, scale, formula, entrywise=True)
+        fisher = [information[position] for position in active.positions]
+        count = max(1, base.numel() * len(fisher))
+        level = floor * math.fsum(float(part.sum(dtype=torch.float64)) for part in fisher) / count
+        level = level or 1.0  # all F_t are zero: any level makes it the mean
+        merged = torch.empty_like(base, dtype=active.dtype, memory_format=torch.contiguous_format)
+        weights = torch.tensor(active.weights, dtype=torch.float64, device=base.device)
+        for rows, stack in delta_blocks(base, active.experts, torch.float64):
+            counted = torch.stack([as_rows(part)[rows] for part in fisher]).to(stack)
+            counted.add_(level).mul_(weights[:, None, None])
+            as_rows(merged)[rows] = stack.mul_(counted).sum(dim=0).div_(counted.sum(dim=0))
+        return merged.mul_(scale).add_(base), active.record(self.spec.name)

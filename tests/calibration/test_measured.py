@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from covering import covered
@@ -12,13 +14,13 @@ from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, naive_plus, task_vector_error
 
 from mergekit_ace.algebra.ace import AceOptions, PlusOptions, merge_tensor
-from mergekit_ace.algebra.ridge import MeasuredInputs
+from mergekit_ace.algebra.ridge import MeasuredCovariance
 
 SHAPES = {"wide": (10, 40), "tall": (50, 12), "square": (24, 24)}
 
 
-def measured(covariances, mix: float) -> MeasuredInputs:
-    return MeasuredInputs(covariances=in_memory(covariances), mix=mix)
+def measured(covariances, mix: float) -> list[MeasuredCovariance | None]:
+    return [own and replace(own, mix=mix) for own in in_memory(covariances)]
 
 
 FORCED = {"adaptive_normalization": "always", "spectral_refinement": "always", "epsilon": 1e-3}
