@@ -463,23 +463,22 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
         if header is None:
             continue
         method, settings = tensor.method, tensor.settings
-        working, work = 4 * header.entries, 2.0 * header.entries * max(1, len(headers) - 1)
+        working = 8 * header.entries  # with the result in float32
+        operations += 2.0 * header.entries * max(1, len(headers) - 1)
         if isinstance(method, TaskVectorMethod):
             if method.layouts:
                 settings = replace(settings, layout=method.layout(settings, len(header.shape)))
             weights = zip(settings.experts, settings.weights, strict=True)
             experts = sum(weight != 0 for model, weight in weights if model in headers)
-            working = method.memory(settings, header.shape, experts)
-            work = method.operations(settings, header.shape, experts)
+            working = method.memory(settings, header.shape, experts) + 4 * header.entries
+            operations += method.operations(settings, header.shape, experts)
         merged_in = safetensors_dtype(config.dtype) or header.dtype
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
-        working += 4 * header.entries  # with the result in float32
         shard = 0 if 0 < plan.options.out_shard_size < shard + output else shard
         most = max(most, shard + inputs + output + (0 if on_device else working))
         shard += output
         most_on_device = max(most_on_device, inputs + working)
-        operations += work
         # adapters share a base, which is read once
         read += sum(one.bytes for one in {m.model: h for m, h in headers.items()}.values())
         written += output

@@ -7,6 +7,7 @@ The numbers below only go down; a fix may add lines, up to 14,000.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 13720,
+    "lines": 13723,
     "lines of a file": 486,
     "parameters of a function": 8,
     "our modules that one imports": 12,
@@ -155,3 +156,10 @@ def test_every_file_and_public_definition_says_what_it_is_about(path):
     for node in TREES[path].body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
+
+
+def test_nothing_foreign_runs_unasked():
+    """Ruff looks for pickles, `eval` and their like."""
+    trusting = re.compile(r"trust_remote_code=True\b|torch\.load\((?!.*weights_only=True)")
+    sources = [*FILES, *PACKAGE.parent.glob("examples/**/*.py")]
+    assert not [path for path in sources if trusting.search(path.read_text(encoding="utf-8"))]

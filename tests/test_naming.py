@@ -1,29 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import pytest
-
-from mergekit_ace.naming import (
-    block_of,
-    relative_depths,
-    short_names,
-    within_block,
-    without_numbers,
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "block", "place", "pattern"),
-    [
-        ("h.1.experts.3.w1.weight", "h.1", ".experts.3.w1.weight", "h.*.experts.*.w1.weight"),
-        ("e.block.0.layer.1.wi", "e.block.0", ".layer.1.wi", "e.block.*.layer.*.wi"),
-        ("0.experts.up", "0", ".experts.up", "*.experts.up"),
-        ("layers2.weight", "layers2", "layers2.weight", "layers2.weight"),
-        ("shared", "shared", "shared", "shared"),
-    ],
-)
-def test_the_first_number_is_the_block(name, block, place, pattern):
-    assert (block_of(name), within_block(name), without_numbers(name)) == (block, place, pattern)
+from mergekit_ace.naming import relative_depths, short_names
 
 
 def test_depth_runs_from_embeddings_to_head():

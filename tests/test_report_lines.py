@@ -35,8 +35,6 @@ def merge(report) -> Callable[..., dict]:
     ("method", "parameters", "recorded"),
     [
         ("tsv_m", {}, {}),
-        ("iso_cts", {"common_fraction": 0.4}, {}),
-        ("cart", {"rank_fraction": 0.5}, {}),
         ("wudi", {"solver": "exact"}, {}),
         ("consensus_ta", {"mask_threshold": 0.0, "consensus": 3}, {}),
         ("lines", {"alpha": 0.5}, {"coefficients": [0.5] * 3}),

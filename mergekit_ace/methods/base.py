@@ -194,9 +194,10 @@ class TaskVectorMethod(GroupMergeMethod):
         return self.beyond_span
 
     def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
-        """Return about how many operations of floating-point numbers a merge takes."""
+        """Return about how many operations the products of a merge take."""
         matrices = len(shape) > 1 and settings.layout not in ("mean", "table")
-        return 2.0 * experts * math.prod(shape) * (1 + self.products * matrices * min(shape[-2:]))
+        side = min(shape[-2:]) if matrices else 0
+        return 2.0 * experts * math.prod(shape) * self.products * side
 
     def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
         """Return the bytes that a merge takes beside its inputs and its result, as stored."""

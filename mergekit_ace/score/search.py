@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from mergekit_ace.check.loading import merged_model
-from mergekit_ace.files.saving import differences, file_states, occupied, write_text
+from mergekit_ace.files.saving import check_apart, differences, file_states, occupied, write_text
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.results import Estimate, Losses, aligned, forgot, kept, mean, show_search
@@ -81,22 +81,25 @@ class _Search:
 
     def claim(self, overwrite: bool) -> None:
         """Open the study, and find that it is one of the same settings and files."""
-        for path in self.out.iterdir() if overwrite else ():
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        experts = self.score.models
+        data = [one.path for one in (*(e.data for e in experts), self.score.keep) if one]
+        models = {self.score.base_model, *(expert.model for expert in experts)}
+        merged = [name for merge in self.merges.values() for name in merge.inputs]
+        files = [*self.config.merge, *model_paths(models), *merged, *data]
+        if overwrite:
+            check_apart(files, [self.out])
+            for path in self.out.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         directions: Any = ["maximize"] + ["minimize"] * (self.config.aim == "frontier")
         self.study: Any = optuna.create_study(
             storage=f"sqlite:///{self.out.resolve() / STUDY}", study_name="search",
             directions=directions, load_if_exists=True,
         )  # fmt: skip
-        experts = self.score.models
-        data = [one.path for one in (*(e.data for e in experts), self.score.keep) if one]
-        models = {self.score.base_model, *(expert.model for expert in experts)}
-        merged = [name for merge in self.merges.values() for name in merge.inputs]
         identity = {
             "search": self.config.model_dump(mode="json", exclude={"trials", "score"}),
             "score": self.score.model_dump(mode="json", exclude={"merges"}),
-            "files": file_states([*self.config.merge, *model_paths(models), *merged, *data]),
+            "files": file_states(files),
         }
         known = self.study.user_attrs.get("identity", identity)
         if changed := differences(known, identity):

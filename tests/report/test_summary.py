@@ -71,7 +71,7 @@ def test_lines_are_read_as_they_come(tmp_path):
 KEPT = ("tensor", "method", "shape", "layout", "models", "rule", "weight", "tau", "changed")
 ALIKE = [[1.0, 0.97], [0.97, 1.0]]
 OPPOSED = [[1.0, -0.5], [-0.5, 1.0]]
-ODD = ("barely", "opposite", "larger than", "base at all", "left out")
+ODD = ("barely", "opposite", "larger than", "takes no part", "left out")
 WORDS = {  # lines, what they say, and what they do not say
     "ordinary": (
         [*layers(4, [1.0, 2.0]), made_line("model.norm.weight", [1.0, 2.0], rule="mean")],
