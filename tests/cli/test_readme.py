@@ -43,6 +43,7 @@ RECOMMENDED = {  # where the table of methods says what to take for a family of 
     "smollm-control": "language model |",
     "smollm-muon 40 steps": "language model |",
     "smollm-lora": "LoRA adapters",
+    "smollm-lora-fast": "LoRA adapters",
     "images": "image classifiers",
 }
 
