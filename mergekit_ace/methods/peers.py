@@ -121,6 +121,7 @@ class TsvMerge(FormulaMethod):
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     whole = True
     entry = 8
+    products = 10.0  # decompositions of every expert and of them all
     dtype = torch.float64
 
     @full_precision()
@@ -376,6 +377,7 @@ class RegMeanMerge(MeasuredMethod):
     )
     summary = "Fits every linear layer to the experts' outputs on samples; averages all others."
     ill_conditioned = "Raise `epsilon`, or lower `off_diagonal`."
+    products = 2.0  # the system and the numerator
     beyond_span = "measured covariances of inputs are not of low rank"
 
     def layout(self, settings: TensorSettings, ndim: int) -> FixedLayout:
