@@ -173,11 +173,11 @@ def plan_merge(
     planner = HeaderPlanner(checkpoints or {}, copy, architecture, options, out)
     try:
         targets = planner.plan_to_disk("")  # only a plan: nothing is written
-    except ValidationError as error:  # which tells neither the parameter nor the method
-        found = error.errors()[0]
+    except ValidationError as error:
+        found = error.errors()[0]  # pydantic's own sentences name neither parameter nor method
         said = f"{config.merge_method} takes no parameter of {found['input']!r:.60}: "
-        said = "" if found["type"] == "value_error" else said  # which has a sentence of its own
-        raise ConfigError(said + found["msg"].removeprefix("Value error, ")) from error
+        said = (said if found["type"] != "value_error" else "") + found["msg"]
+        raise ConfigError(said.removeprefix("Value error, ")) from error
     except RuntimeError as error:
         text, remedy = str(error), ""
         if "Missing required parameter weight" in text and str(copy.base_model) in text:
@@ -472,7 +472,7 @@ def estimate_merge(plan: PlannedMerge, checkpoints: Checkpoints) -> MergeEstimat
             experts = sum(weight != 0 for model, weight in weights if model in headers)
             working = method.memory(settings, header.shape, experts) + 4 * header.entries
             operations += method.operations(settings, header.shape, experts)
-        merged_in = safetensors_dtype(config.dtype) or header.dtype
+        merged_in = safetensors_dtype(tensor.gather.dtype or config.dtype) or header.dtype
         output = header.entries * item_size(safetensors_dtype(config.out_dtype) or merged_in)
         inputs = len(headers) * header.entries * item_size(merged_in)
         shard = 0 if 0 < plan.options.out_shard_size < shard + output else shard

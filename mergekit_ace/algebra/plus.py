@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ace_plus`: what is added to ACE's regression, of embeddings TSV-Merge's sum.
+"""What `ace_plus` adds to ACE's regression: a flatter spectrum; in embeddings, TSV-Merge's sum.
 
 A compromise between experts leaves many directions of X = U diag(σ) Vᵀ weak. Where experts are
 unlike, F = U diag(σ / (σ² + c)) Vᵀ strengthens these, and X keeps its size.
@@ -97,14 +97,17 @@ def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> T
     total, sizes = torch.zeros_like(origin, dtype=dtype), [tau**0.5 for tau in active.tau]
     units = as_vector([1 / size for size in sizes], total)[:, None, None]
 
-    def scaled() -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of Δ_t / ‖Δ_t‖, whose squares are in range."""
-        for rows, stack in delta_blocks(origin, versions, dtype):
-            yield rows, stack.mul_(units)
+    def scaled(part: slice = slice(None)) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of Δ_t / ‖Δ_t‖ of some experts, whose squares are in range."""
+        for rows, stack in delta_blocks(origin, versions[part], dtype):
+            yield rows, stack.mul_(units[part])
 
-    squares = reduce(Tensor.add_, (product(unit.mT, unit).double() for _, unit in scaled()))
     rank = max(1, min(active.shape) // len(sizes))  # departure: the paper's share could be none
-    rights = torch.stack([leading_eigenpairs(square, rank)[1] for square in squares]).to(dtype)
+    own = []
+    for t in range(len(sizes)):
+        squares = (gram(unit[0].mT).double() for _, unit in scaled(slice(t, t + 1)))
+        own.append(leading_eigenpairs(reduce(Tensor.add_, squares), rank)[1])
+    rights = torch.stack(own).to(dtype)
 
     def projected() -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of P, (m, n), of Δ_t / ‖Δ_t‖."""

@@ -246,10 +246,11 @@ def _solve_primal(
         if start == origin and len(covariances) == 1:  # its own part is 0
             continue
         for block in vectors.blocks:
-            stack = vectors.block(block)
+            moved = vectors.block(block, part)
+            first = vectors.block(block, slice(origin, origin + 1))
             if not plain:
-                stack = stack * factors[:, None, None]
-            _add_times_(merged[block], stack[part] - stack[origin], covariances)
+                moved, first = moved * factors[part, None, None], first * coefficients[origin]
+            _add_times_(merged[block], moved - first, covariances)
     (ridge, trace), residual = problem.ridge(system), None
     if problem.rank:  # with λ_t = 1: Σ_{t≠r} (C_t − C_r) S_t + (C_r − C̄) S + 1(Σ_t S_t (μ_t − μ̄))ᵀ
         residual = merged + row

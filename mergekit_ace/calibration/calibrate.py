@@ -57,7 +57,7 @@ Weights: TypeAlias = Mapping[str, Tensor]
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 Step: TypeAlias = tuple[Tensor, Tensor]  # what layers read, (n, length, i), and the stream there
 # Share of the way from the merge to the solution that weights go. Of full fine-tunes, half of it
-# gains nearly as much on held-out texts, and changes less besides; adapters gain more by all of it.
+# gains nearly as much on held-out texts, and spares other texts; adapters gain more by all of it.
 STEP, STEP_OF_ADAPTERS = 0.5, 1.0
 SAMPLES = 64  # of each teacher, unless its data says otherwise
 SEED = 0  # of the draw of samples
@@ -476,7 +476,7 @@ def _solve(group: tuple[str, ...], merge: nn.Module, teachers: Sequence[SampleTe
             crosses[n] = crosses[n] + (product if writes else linear.weight.double() @ product)
         if not all(map(is_finite, (gram, *crosses))):
             whose = getattr(teacher.weights if is_finite(gram) else 0, "reference", "the merge")
-            raise ConfigError(f"{whose} answers NaN or Inf to a text; leave it out")
+            raise ConfigError(f"{whose} answers NaN or Inf to a text; give another one")
     ridged = gram.clone()
     # Inputs that are all zero leave nothing to invert; any positive number then keeps the start.
     ridged.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(1e-30))

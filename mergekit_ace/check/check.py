@@ -310,7 +310,7 @@ def _function(config: Mapping[str, Any]) -> dict[str, Any]:
     rotary: dict[str, Any] = {}
     for part in (config.get("rope_scaling"), config.get("rope_parameters")):
         rotary |= part.get("full_attention", part) if isinstance(part, dict) else {}
-    kind = rotary.pop("rope_type", rotary.pop("type", "default")).replace("mrope", "default")
+    kind = str(rotary.pop("rope_type", rotary.pop("type", "default"))).replace("mrope", "default")
     return {n: config[n] for n in _FUNCTION if n in config} | {"rope_type": kind} | rotary
 
 

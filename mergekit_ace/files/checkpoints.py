@@ -43,7 +43,7 @@ DTYPES = {
 }  # fmt: skip
 FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
-MODEL_FILES = ("*.safetensors", "*.json", "tokenizer.model")  # which mergekit downloads
+MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py")
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
 _AGAIN = "download or save it again"
 _CONVERT = (

@@ -49,7 +49,7 @@ def plan_run(
     assert plan is not None  # else there are errors
     cache, models = LoaderCache(), plan.config.referenced_models()
     adapters = read_adapters(models)
-    open_models(dict.fromkeys(map(base_of, models), ""))
+    open_models(dict.fromkeys((*map(base_of, models), *(m for m in models if not m.lora)), ""))
     for model, adapter in adapters.items():
         adapter.check_ties()
         _check_places(model, adapter)

@@ -195,8 +195,11 @@ class TaskVectorMethod(GroupMergeMethod):
 
     def operations(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> float:
         """Return about how many operations the products of a merge take."""
-        matrices = len(shape) > 1 and settings.layout not in ("mean", "table")
-        side = min(shape[-2:]) if matrices else 0
+        if len(shape) < 2 or settings.layout in ("mean", "table"):
+            return 0.0
+        flat = settings.layout == "flattened"
+        side = max(1, min(shape[0], math.prod(shape[1:])) if flat else min(shape[-2:]))
+        side = min(math.prod(shape) // side, experts * side)
         return 2.0 * experts * math.prod(shape) * self.products * side
 
     def memory(self, settings: TensorSettings, shape: Sequence[int], experts: int) -> int:
@@ -210,7 +213,7 @@ class TaskVectorMethod(GroupMergeMethod):
         return self.working(rows, columns, experts)
 
     def working(self, rows: int, columns: int, experts: int) -> int:
-        """Return what `memory` is for one matrix."""
+        """Return the same for one matrix."""
         return self.entry * (experts + 4) * rows * columns
 
     def doubts(self, settings: TensorSettings) -> Iterator[tuple[str, str]]:
