@@ -263,7 +263,7 @@ def check_config(config: MergeConfig) -> Iterator[Finding]:
     yield from _check_chat_template(config)
     counts = [len(piece.sources) for piece in config.slices or ()]
     if counts and counts[0] < counts[-1]:
-        message = f"slices: the head is merged of the last slice's first {counts[0]} models"
+        message = f"slices: the head is merged from the last slice's first {counts[0]} models"
         yield Finding.warning(message, "list all its models in the first slice, with `weight: 0`")
     for where, part in _config_parts(config):
         for key in ("models", "sources"):

@@ -231,7 +231,7 @@ def _solve_primal(
     origin = shares.index(min(shares))
     taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
     taken[origin] -= coefficients[origin]  # Σ_t ε_t (λ_t C_t − λ_r C_r)
-    factors, taken, *given = as_vector([coefficients, taken, shares, problem.scales], means)
+    factors, taken = as_vector([coefficients, taken], means)
     plain = set(coefficients) == {1.0}
     system, row = means.new_zeros(columns, columns), means.new_zeros(1, columns)
     merged = means.new_zeros(rows, columns)
@@ -268,7 +268,7 @@ def _solve_primal(
         merged[block].addcmul_(torch.tensordot(taken, stack, dims=1), ridge)
         solved, alpha = solve(merged[block], lower), coefficients[origin]
         torch.add(solved, stack[origin], alpha=alpha, out=merged[block])
-    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
+    probed, wrong = _probe(problem, vectors, coefficients, merged, ridge)
     solved = solve(wrong if common is None else torch.cat([wrong, common]), lower)
     numbers = _error_numbers(solved[: len(wrong)], probed, merged, lower)
     if common is not None:
@@ -329,10 +329,8 @@ def _solve_dual(
             combined[:, own].add_(system[own, own], alpha=given[t] / roots[t])
         return combined
 
-    shares = problem.shares()
-    taken = [share * a for share, a in zip(shares, coefficients, strict=True)]
+    taken = [share * a for share, a in zip(problem.shares(), coefficients, strict=True)]
     combined = combine(coefficients, taken)
-    factors, totals, *given = as_vector([coefficients, taken, shares, problem.scales], whole)
     if problem.rank:
         residual = combine([1.0] * count, [1 / count] * count)
         away = means - means.mean(dim=0)
@@ -343,8 +341,8 @@ def _solve_dual(
     system.diagonal().add_(ridge)
     lower, failed = factorize(system)
     merged = product(solve(combined, lower), stack)
-    merged.view(-1).addmv_(whole.flatten(1).mT, totals)
-    probed, wrong = _probe(problem, vectors, merged, ridge, factors, *given)
+    merged.view(-1).addmv_(whole.flatten(1).mT, as_vector(taken, whole))
+    probed, wrong = _probe(problem, vectors, coefficients, merged, ridge)
     sides = product(wrong, stack.mT)
     if problem.prior:
         sides = torch.cat([sides, stack.sum(dim=1)[None]])
@@ -359,19 +357,15 @@ def _solve_dual(
 def _probe(
     problem: Regression,
     vectors: CentredVectors,
+    coefficients: Sequence[float],
     merged: Tensor,
     ridge: Tensor,
-    factors: Tensor,
-    shares: Tensor,
-    scales: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the largest rows of Y, and what Σ_t (Y − λ_t C_t)(S_t + ε_t I) is there, not 0.
-
-    λ_t, ε_t / ε̄ and s_t are vectors, (T,).
-    """
+    """Return the largest rows of Y, and what Σ_t (Y − λ_t C_t)(S_t + ε_t I) leaves of 0 there."""
     sizes = torch.linalg.vector_norm(merged, dim=1)
     sampled = sizes.topk(min(PROBED_ROWS, len(sizes))).indices
     rows = merged[sampled]
+    factors, shares, scales = as_vector([coefficients, problem.shares(), problem.scales], rows)
     away = torch.addcmul(rows, vectors.block(sampled), factors[:, None, None], value=-1)
     wrong = torch.tensordot(shares, away, dims=1) * ridge
     scaled = away if set(problem.scales) == {1.0} else away * scales[:, None, None]
@@ -392,7 +386,10 @@ def _error_numbers(error: Tensor, rows: Tensor, merged: Tensor, lower: Tensor) -
 def _relative_error(
     size: float, given: float, numbers: Sequence[float], dtype: torch.dtype
 ) -> float:
-    """Return the relative error of X, of this size, by `_error_numbers`; NaN of a singular A."""
+    """Return the relative error of X by `_error_numbers`; NaN of a singular A.
+
+    `size` is ‖X‖, and `given` that of all task vectors together.
+    """
     error, rows, whole, low, high = numbers
     # Where experts cancel one another Y is nothing but rounding, and no digit of it counts.
     rows = max(rows, 1e-6 * given)

@@ -43,7 +43,7 @@ DTYPES = {
 }  # fmt: skip
 FLOATING = ("F64", "F32", "F16", "BF16")
 PEFT_PREFIX = "base_model.model."  # of every tensor that PEFT writes and loads
-MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py")
+DOWNLOADED = ("*.safetensors", "*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja", "*.py")
 INDEX_FILES = ("model.safetensors.index.json", "model.safetensors")  # mergekit takes the first
 _AGAIN = "download or save it again"
 _CONVERT = (
@@ -477,7 +477,7 @@ def open_models(folders: Mapping[ModelReference, str]) -> None:
     for model, folder in folders.items():
         if model not in cache.loaders:
             if not os.path.isdir(folder):  # as on another node of a cluster
-                folder = str(downloaded(model.model, MODEL_FILES, cache.hf_cache_dir))
+                folder = str(downloaded(model.model, DOWNLOADED, cache.hf_cache_dir))
             cache.loaders[model] = LazyTensorLoader.from_disk(folder, cache.lazy_unpickle)
         loader = cache.get(model)
         config = json_or_empty(Path(loader.index.base_path, "config.json"))

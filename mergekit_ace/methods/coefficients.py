@@ -79,6 +79,13 @@ class CoefficientFile:
     coefficients: Tensor
     learner_state: Mapping[str, Tensor]
 
+    def __post_init__(self) -> None:
+        expected = (self.contents.rows, len(self.contents.tensors))
+        if (found := tuple(self.coefficients.shape)) != expected:
+            raise ValueError(f"the coefficients have the shape {found}, expected {expected}")
+        if not self.coefficients.isfinite().all():
+            raise ValueError("there are coefficients that are NaN or Inf")
+
     @cached_property
     def columns(self) -> dict[str, int]:
         """Column of every name that a tensor has, in memory or on disk."""
@@ -282,7 +289,7 @@ class MeasuredLookup:
         self._tensor = tensor
 
     def inputs(self, shape: Sequence[int], mix: float = 1.0) -> list[MeasuredCovariance]:
-        """Return every expert's covariance of a matrix of a shape as stored; none of others."""
+        """Return every expert's covariance of a matrix, by its stored shape; none of others."""
         layout, name = self._settings.layout, self._tensor.inputs
         if name is None or len(shape) != 2 or layout not in ("matrix", "transposed"):
             return []

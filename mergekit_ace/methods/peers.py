@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -64,11 +64,25 @@ Solved = tuple[Tensor, MatrixRecord] | None  # W0 + λ X and its record; None as
 
 @dataclass(frozen=True)
 class TaskMatrices:
-    """The task vectors of at least two experts, of one matrix."""
+    """One matrix, (o, i), o > 1, of the base, and of at least two experts that changed it."""
 
-    deltas: list[Tensor]  # Δ_t, (o, i), o > 1, none of them zero, float64; may be overwritten
-    size: int  # min(o, i) of the task vectors, also where the deltas are cores of them
-    floors: tuple[float, ...]  # what singular values of the rounding of W_t do not exceed
+    base: Tensor
+    active: ActiveExperts
+
+    @cached_property
+    def deltas(self) -> list[Tensor]:
+        """Δ_t, (o, i), none of them zero, in float64; they may be overwritten."""
+        return [task_vector(expert, self.base, torch.float64) for expert in self.active.experts]
+
+    @property
+    def size(self) -> int:
+        """min(o, i) of the task vectors, also where the deltas are cores of them."""
+        return min(self.active.shape)
+
+    @property
+    def floors(self) -> tuple[float, ...]:
+        """What singular values of the rounding of W_t do not exceed."""
+        return rounding_floors(self.base, self.active)
 
     def total(self) -> Tensor:
         """Return Σ_t Δ_t in new memory."""
@@ -107,27 +121,20 @@ class MatrixMethod(FormulaMethod):
 
     @full_precision()
     def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
-        deltas = [task_vector(expert, base, self.dtype) for expert in active.experts]
-        matrices = TaskMatrices(deltas, min(active.shape), rounding_floors(base, active))
-        merged = self.combine(matrices, settings.parameters)
+        merged = self.combine(TaskMatrices(base, active), settings.parameters)
         scale = settings.parameters["lambda"] if self.scales_all else 1.0
         return merged.mul_(scale).add_(base), active.record(self.spec.name)
 
 
-class TsvMerge(FormulaMethod):
+class TsvMerge(MatrixMethod):
     """TSV-Merge: U⊥ diag(σ) V⊥ᵀ of the nearest orthonormal matrices to all leading U_t and V_t."""
 
     spec = method_spec("tsv_m", "TSV-Merge", "https://arxiv.org/abs/2412.00081", (LAMBDA, LAYOUT))
     summary = "Keeps each expert's leading singular directions, orthogonal to those of the others."
     whole = True
-    entry = 8
-    products = 10.0  # decompositions of every expert and of them all
-    dtype = torch.float64
 
-    @full_precision()
-    def formula(self, settings: TensorSettings, base: Tensor, active: ActiveExperts) -> Solved:
-        total = orthogonal_sum(base, active, self.dtype).mul_(settings.parameters["lambda"])
-        return total.add_(base), active.record(self.spec.name)
+    def combine(self, matrices: TaskMatrices, parameters: Mapping[str, Any]) -> Tensor:
+        return orthogonal_sum(matrices.base, matrices.active, self.dtype)
 
 
 class IsoCMerge(MatrixMethod):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from mergekit.common import ModelReference
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 Weights = Mapping[str, Tensor]  # mapped from disk, by names in memory
-# Files that are downloaded of a model on the Hub.
-_NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.py", "*.jinja"]
 
 
 @dataclass(frozen=True)
@@ -125,11 +122,10 @@ def local_folder(reference: str | ModelReference, adapters: Path, trust_remote_c
     """Return the folder of a model: itself, downloaded, or with its adapter in `adapters`."""
     parsed = ModelReference.model_validate(reference)
     files.check_references([parsed])
-    folder, revision = parsed.model.path, parsed.model.revision
     if parsed.lora:
         folder = _with_adapter(parsed, adapters, trust_remote_code)
-    if not os.path.exists(folder):
-        folder = snapshot_download(folder, revision=revision, allow_patterns=_NEEDED)
+    else:
+        folder = str(files.downloaded(parsed.model, files.DOWNLOADED))
     files.check_model_folder(Path(folder))  # what was downloaded, too
     return folder
 

@@ -122,7 +122,7 @@ TEXTS = [
 ONE = "model: ./base, layer_range: [0, 1]}, {model: ./expert0, layer_range: [0, 1]"
 MORE = f"sources: [{{{ONE}}}], sources: [{{{ONE}}}, {{model: ./expert1, layer_range: [0, 1]}}]"
 WARNINGS = [
-    (f"models: ~\nslices: [{MORE}]", "is merged of the last slice's first 2 models → list all its"),
+    (f"models: ~\nslices: [{MORE}]", "merged from the last slice's first 2 models → list all its"),
     ("each: {task: x}", "`task` names an expert in a file of learned"),
     ("parameters: {lambda: 0}", "lambda: 0 leaves tensors as the base has them"),
     ("parameters: {lambda: [{filter: mlp, value: 0}, {value: 1}]}", "them: model.layers.*.mlp."),
