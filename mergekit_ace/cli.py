@@ -173,9 +173,9 @@ def train(config: Path, out: Path, **given: Any) -> None:
 def statistics(config: Path, out: Path, **given: Any) -> None:
     """Measure on samples what regmean and fisher read.
 
-    CONFIG is a train config, with `measure: [covariances, fisher]` for one or both; covariances
-    serve ace and ace_plus, too. A run that was interrupted goes on when the same command is
-    given again.
+    CONFIG is a train config with `measure: [covariances, fisher]`, one or both; covariances
+    serve ace and ace_plus, too. A run that was interrupted goes on when the same command is given
+    again.
     """
     from mergekit_ace.training.statistics import StatisticsConfig, measure_statistics
 

@@ -24,6 +24,7 @@ from mergekit.tokenizer import BuildTokenizer
 from pydantic import ValidationError
 from transformers import PretrainedConfig
 
+from mergekit_ace.architecture import BUFFER, find_architecture
 from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
@@ -35,8 +36,8 @@ from mergekit_ace.files.checkpoints import (
     names_of,
 )
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
-from mergekit_ace.methods.architecture import BUFFER, find_architecture, model_names
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
+from mergekit_ace.methods.storage import model_names
 from mergekit_ace.naming import ConfigError, in_bytes, is_counter, layer_of, listed, stack_size
 
 Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
@@ -250,8 +251,7 @@ class HeaderPlanner(MergePlanner):
         if weight.optional and not any(map(_is_stored, models, weights_in)):
             return
         headers = _stored_headers(weights, self.checkpoints)
-        dtype = self._own_dtype(weight.name, headers)
-        if dtype:
+        if dtype := self._own_dtype(weight.name, headers):
             weight = weight.model_copy(update={"force_dtype": dtype})
             weights = {m: w.model_copy(update={"force_dtype": dtype}) for m, w in weights.items()}
         base = self.config.base_model if self.config.base_model in weights else models[0]

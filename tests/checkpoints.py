@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_ace.methods.architecture import empty_network, read_names
+from mergekit_ace.methods.storage import empty_network, read_names
 
 LLAMA = {
     "vocab_size": 40,

@@ -7,7 +7,7 @@ import pytest
 import transformers as tf
 from mergekit.common import ModelReference
 
-from mergekit_ace.methods.architecture import is_table, stored_layout
+from mergekit_ace.methods.storage import is_table, stored_layout
 
 LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,

@@ -18,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 13739,
+    "lines": 13777,
     "lines of a file": 486,
     "parameters of a function": 8,
     "our modules that one imports": 12,
@@ -27,7 +27,7 @@ LIMITS = {
 # Layers from the bottom to the top; a module alone is named by its file.
 LAYERS = """naming files algebra methods plugin planning adapters check merging report training
     calibration score cli""".split()
-ELSEWHERE = {"merge_config": "planning", "train": "cli"}
+ELSEWHERE = {"architecture": "planning", "merge_config": "planning", "train": "cli"}
 PACKAGE = Path(__file__).parents[1] / "mergekit_ace"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}

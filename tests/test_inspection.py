@@ -8,7 +8,7 @@ import torch
 from matrices import deltas_of
 
 from mergekit_ace.algebra import linalg
-from mergekit_ace.algebra.inspection import compare_entries
+from mergekit_ace.algebra.task_vectors import compare_entries
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (7,), (2, 5, 6), (), (0, 4)])

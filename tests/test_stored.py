@@ -41,6 +41,10 @@ def test_text_experts_of_multimodal_models(tmp_path, multimodal):
     text = merge(tmp_path, ace_config(paths), fails=True)
     for shown in ("base_model", "language_model.model.layers.0.", "such as model.layers.0."):
         assert shown in text
+    kinds[1].model.save_pretrained(tmp_path / "bare")  # under shorter names
+    bare = ace_config([paths[0], str(tmp_path / "bare")])
+    text = merge(tmp_path, bare, "--allow-crimes", fails=True)
+    assert "bare has no tensor in common with the base: " in text
     merge(tmp_path, ace_config(paths), "--allow-crimes")
     base, got = tensors(paths[0]), tensors(tmp_path / "merged")
     assert got.keys() == base.keys()

@@ -33,7 +33,7 @@ from dictionaries import DICTIONARIES, Dictionaries
 from family import DEVICE, Family, Losses
 from language import RATES, SHORT, LanguageFamily, prepare_packages
 from methods import ROWS, Row, merge_family, put_merge, read_state
-from scores import SCALES, judge_merges
+from scores import LARGER, SCALES, judge_merges
 from tables import RESULTS, read_results
 
 from mergekit_ace.files.saving import write_text
@@ -92,8 +92,13 @@ class Judge:
         merged = merge_family(row, self.family, self.base, self.experts)
         seconds = time.perf_counter() - start
         title = f"{row.name} {row.code}"
-        losses = {scale: self.examine(title, merged, scale) for scale in SCALES}
-        scores = judge_merges(self.base_losses, self.expert_losses, losses)
+        losses: dict[float, Losses] = {}
+        scores: dict[str, Any] = {}
+        for scale in (*SCALES, *LARGER):
+            if scale in LARGER and scores["best_scale"] < max(losses):
+                break
+            losses[scale] = self.examine(title, merged, scale)
+            scores = judge_merges(self.base_losses, self.expert_losses, losses)
         return {"merge_seconds": round(seconds, 1), **scores}
 
     def describe(self) -> dict[str, Any]:

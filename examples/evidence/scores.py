@@ -10,26 +10,20 @@ from a bootstrap over sequences, which are drawn alike for all models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from family import Losses
 
 SCALES = (0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # λ
+LARGER = (2.0, 2.5, 3.0, 4.0, 6.0, 8.0)  # in turn, where the largest λ so far is the best
 BUDGET = 0.05  # nats per token, or share of answers, that a merge may forget
 DRAWS = 200
 
 
-class Figure(NamedTuple):
-    """A number with its standard error."""
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, draws: np.ndarray) -> Figure:
-        """Return the figure of an estimate, the first number, and its resampled values."""
-        return cls(round(float(draws[0]), 4), round(float(draws[1:].std()), 4))
+def with_error(draws: np.ndarray) -> tuple[float, float]:
+    """Return an estimate, the first number, with its standard error, by its resampled values."""
+    return round(float(draws[0]), 4), round(float(draws[1:].std()), 4)
 
 
 def best_within(
@@ -89,9 +83,9 @@ def judge_merges(
     best = np.array([best_within(scales, *pair) for pair in zip(kept, forgot, strict=True)])
     return {
         "scales": list(merged),
-        "kept": [Figure.of(column) for column in kept.T],
-        "forgot": [Figure.of(column) for column in forgot.T],
+        "kept": [with_error(column) for column in kept.T],
+        "forgot": [with_error(column) for column in forgot.T],
         "experts": {name: [round(float(s), 4) for s in share[0]] for name, share in shares.items()},
-        "at_budget": Figure.of(best[:, 0]),
+        "at_budget": with_error(best[:, 0]),
         "best_scale": round(float(best[0, 1]), 3),
     }

@@ -120,7 +120,8 @@ def draw(results: list[Result], path: Path = PICTURE) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     methods = by_family(results)[HEADLINE]
     for name, color in DRAWN.items():
-        seeds, scales = methods[name], methods[name][0]["scales"]
+        seeds = methods[name]
+        scales = [s for s in seeds[0]["scales"] if all(s in seed["scales"] for seed in seeds)]
         forgot, kept = (
             [pool_at(seeds, scale, what)[0] for scale in scales] for what in ("forgot", "kept")
         )

@@ -122,7 +122,8 @@ def _common_base(config: MergeConfiguration) -> ModelReference:
         raise ConfigError(f"slices or modules of layers make no adapter; {remedy}")
     others = [str(m) for m in models if base and identity_of(base_of(m)) != identity_of(base)]
     if others or base is None or base not in bases:
-        said = f"{listed(others or [str(base)])} is no adapter of {base}"
+        what = "are no adapters" if len(others) > 1 else "is no adapter"
+        said = f"{listed(others or [str(base)])} {what} of {base}"
         raise ConfigError(f"{said}: write `- model: BASE+ADAPTER`, or {remedy}")
     return base
 

@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
 from pathlib import Path, PurePath
@@ -28,9 +28,10 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_ace.algebra.low_rank import LowRank
 from mergekit_ace.files import checkpoints as files
-from mergekit_ace.files.checkpoints import DTYPES, FLOATING, TensorHeader
-from mergekit_ace.methods.architecture import empty_network, model_names
-from mergekit_ace.naming import ConfigError, FileError
+from mergekit_ace.files.checkpoints import DTYPES, FLOATING, Checkpoints, TensorHeader
+from mergekit_ace.merge_config import Finding
+from mergekit_ace.methods.storage import empty_network, model_names
+from mergekit_ace.naming import ConfigError, FileError, listed
 
 Shapes = dict[str, tuple[int, ...]]  # by the names of tensors in an adapter's file
 
@@ -143,6 +144,18 @@ class Adapter:
                     "tied, as one tensor; merge with a copy of the base that has "
                     f"`tie_word_embeddings`: false, and {table} once more as {head}"
                 )
+
+    def check_places(self, model: ModelReference, names: Iterable[str]) -> None:
+        """Raise a `ConfigError` if the adapter, as in `model`, changes none of its base's tensors.
+
+        `names` are those in the base's files.
+        """
+        found = [find_changes({model: WeightInfo(name=name)}, {model: self}) for name in names]
+        held = {changes[model].name for changes in found if changes}
+        if homeless := [name for name in self.changes if name not in held]:
+            said = f"{model.lora} has {listed(homeless)}, which {base_of(model)} does not"
+            remedy = "give the model that peft's merge_and_unload makes of both"
+            raise ConfigError(f"{said}; {remedy}, or merge by mergekit-ace adapter")
 
 
 def base_of(model: ModelReference) -> ModelReference:
@@ -316,3 +329,35 @@ def _layer_change(place: str, layer: Any) -> Change:
     )
     rank, scale, shape = layer.r[_NAME], layer.scaling[_NAME], tuple(weight.shape)
     return Change(f"{module}.{name}", shape, tensors, rank, scale, packed, flipped)
+
+
+def check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
+    """Find what hinders adapters, or does not fit the models that they are put onto.
+
+    `bare` are merged into their base first, and into no cache.
+    """
+    adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
+    ours = "merge by mergekit-ace merge, which need not; or "
+    for model, lora in adapted:
+        try:
+            adapter = read_adapters([model])[model]
+            if other := adapter.other_base(model.model):
+                yield Finding.warning(
+                    f"the adapter {lora} was trained on {other}, not on {model.model}",
+                    "put it onto the model that it was trained on",
+                )
+            adapter.check_ties()
+            if base_of(model) in checkpoints:
+                adapter.check_places(model, checkpoints[model].headers)
+        except ConfigError as error:  # mergekit merges it by PEFT
+            ours = ""
+            yield Finding.warning(f"merged by mergekit-yaml only: {error}")
+        except FileError as error:
+            yield Finding.error(str(error))
+    if adapted and bare:
+        names = listed([str(lora) for _, lora in adapted])
+        yield Finding.warning(
+            f"mergekit-yaml merges adapters into their base first: {names}",
+            f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
+            "mergekit-yaml and to this check",
+        )

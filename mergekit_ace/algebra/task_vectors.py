@@ -349,3 +349,26 @@ def by_layout(
         merged = from_matrices(parts, base.shape, layout)
     fixed = layout if has_matrices else "mean"
     return merged, TensorRecord(tuple(base.shape), fixed, tuple(records))
+
+
+def compare_entries(base: Tensor, experts: Sequence[Tensor]) -> dict[str, Any]:
+    """Compare task vectors entry by entry, in float64, of tensors of any shape; see `Record`."""
+    count, origin = base.numel(), as_rows(base)
+    products = torch.zeros(len(experts), len(experts), dtype=torch.float64, device=base.device)
+    changed = torch.zeros(len(experts), dtype=torch.int64, device=base.device)
+    base_square = 0.0
+    for rows, stack in delta_blocks(base, experts, torch.float64):
+        base_square += float(torch.linalg.vector_norm(origin[rows], dtype=torch.float64)) ** 2
+        deltas = stack.flatten(1)
+        products += deltas @ deltas.mT
+        changed += torch.count_nonzero(deltas, dim=1)
+    base_norm, norms = math.sqrt(base_square), products.diagonal().sqrt()
+    sizes, cosines = norms.tolist(), (products / torch.outer(norms, norms)).tolist()
+    return {
+        "base_norm": base_norm,
+        "norm": sizes,
+        "relative_size": [norm / base_norm if base_norm else None for norm in sizes],
+        "unchanged": [1 - n / count if count else 1.0 for n in changed.tolist()],
+        # 0/0 where one of them is zero
+        "cosine": [[None if math.isnan(one) else one for one in row] for row in cosines],
+    }

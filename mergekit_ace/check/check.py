@@ -19,7 +19,8 @@ from mergekit.options import MergeOptions
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
-from mergekit_ace.adapters.read import read_adapters
+from mergekit_ace.adapters.read import check_adapters
+from mergekit_ace.architecture import BY_FILES
 from mergekit_ace.check.loading import check_loading
 from mergekit_ace.files.checkpoints import (
     DTYPES,
@@ -44,8 +45,7 @@ from mergekit_ace.merge_config import (
     layer_lists,
     safetensors_dtype,
 )
-from mergekit_ace.methods.architecture import BY_FILES
-from mergekit_ace.naming import ConfigError, FileError, in_bytes, listed
+from mergekit_ace.naming import FileError, in_bytes, listed
 from mergekit_ace.planning import (
     MergeEstimate,
     PlannedMerge,
@@ -123,12 +123,13 @@ def check_merge(
             findings.append(Finding.error(str(error)))
     if len(checkpoints) == len(models):
         if strict:
-            bare = unplanned is None and not options.lora_merge_cache
-            findings += _check_adapters(checkpoints, bare)
             for look in (_check_dtypes, _check_heads, _check_functions, _check_chat_templates,
                          _check_tokenizers):  # fmt: skip
                 findings += look(checkpoints, config)
         with headers_only(list(checkpoints.values())):
+            if strict:
+                bare = unplanned is None and not options.lora_merge_cache
+                findings += check_adapters(checkpoints, bare)
             try:
                 plan = plan_merge(config, options, checkpoints)
                 plan, told = add_unplanned(plan, checkpoints, unplanned or "error")
@@ -145,6 +146,7 @@ def check_merge(
     if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
         findings += _check_tensors(plan.tensors, checkpoints)
+        findings += _check_experts(plan, checkpoints)
         findings += _check_padding(plan, checkpoints)
         findings += check_settings(plan)
         if unplanned is None:
@@ -189,8 +191,8 @@ def _check_mergekit_yaml(plan: PlannedMerge) -> Iterator[Finding]:
         )
     if plan.architecture.expected_model_type == BY_FILES:
         yield Finding.warning(
-            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, or "
-            "leaves tensors out",
+            f"mergekit has no description of {donor} that fits its files: mergekit-yaml fails, "
+            "leaves tensors out, or packs experts",
             "merge by `mergekit-ace merge`, which goes by the names of the tensors",
         )
     settings = donor.config(trust_remote_code=trust).get_text_config()
@@ -237,7 +239,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.quantised:
         yield Finding.warning(
             f"{checkpoint.model} is quantised ({method}): its tensors are dequantised to bfloat16, "
-            "and the result has no quantization_config",
+            "which the result is then; mergekit-yaml would merge their codes as weights",
             "merge by `mergekit-ace merge`; take the original in bfloat16, where there is one",
         )
     elif method or checkpoint.main_dtype not in (*FLOATING, ""):
@@ -433,6 +435,15 @@ def _check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -
             )
 
 
+def _check_experts(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
+    """Find models of which nothing is merged: --allow-crimes needs no name that all have."""
+    merged = {model for tensor in plan.tensors for model in tensor.headers(checkpoints)}
+    for model in (one.model for one in plan.config.models or () if plan.options.allow_crimes):
+        if model not in merged:
+            names = listed([*checkpoints[model].headers], 1)
+            yield Finding.error(f"{model} has no tensor in common with the base: {names}", _ANOTHER)
+
+
 def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
     """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
     config, tensors = plan.config, plan.tensors
@@ -454,33 +465,8 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
             f"has {tokens} tokens: the other rows, of padding, are left out",
             f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
         )
-
-
-def _check_adapters(checkpoints: Checkpoints, bare: bool) -> Iterator[Finding]:
-    """Find what hinders adapters, or does not fit the models that they are put onto.
-
-    `bare` are merged into their base first, and into no cache.
-    """
-    adapted = [(model, model.lora) for model in checkpoints if model.lora is not None]
-    ours = "merge by mergekit-ace merge, which need not; or "
-    for model, lora in adapted:
-        try:
-            adapter = read_adapters([model])[model]
-            if other := adapter.other_base(model.model):
-                yield Finding.warning(
-                    f"the adapter {lora} was trained on {other}, not on {model.model}",
-                    "put it onto the model that it was trained on",
-                )
-            adapter.check_ties()
-        except ConfigError as error:  # mergekit merges it by PEFT
-            ours = ""
-            yield Finding.warning(f"merged by mergekit-yaml only: {error}")
-        except FileError as error:
-            yield Finding.error(str(error))
-    if adapted and bare:
-        names = listed([str(lora) for _, lora in adapted])
+    elif tokens <= rows < (plan.vocabulary_multiple or 0):
         yield Finding.warning(
-            f"mergekit-yaml merges adapters into their base first: {names}",
-            f"{ours}give --lora-merge-cache DIR and --lora-merge-dtype float32 to "
-            "mergekit-yaml and to this check",
+            f"{aligned.name} has {rows} rows in {base}, and {left} in the result",
+            f"write `pad_to_multiple_of: {rows}`, or leave it out",
         )

@@ -22,7 +22,7 @@ from mergekit_ace.files.checkpoints import (
     read_headers,
 )
 from mergekit_ace.merge_config import Finding
-from mergekit_ace.methods.architecture import model_class
+from mergekit_ace.methods.storage import model_class
 from mergekit_ace.naming import ConfigError, listed, without_numbers
 from mergekit_ace.planning import PlannedMerge
 

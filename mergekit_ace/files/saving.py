@@ -95,8 +95,8 @@ def check_apart(read: Iterable[str], written: Sequence[Path]) -> None:
     for place in (Path(os.path.realpath(os.path.expanduser(path))) for path in read):
         for folder in (one.resolve() for one in written if place.exists()):
             if folder.is_relative_to(place) or place.is_relative_to(folder):
-                said = f"{folder} is or holds {place}, which is read, or lies in it"
-                raise ConfigError(f"{said}; choose another folder")
+                said = f"{folder} {'holds' if place.is_relative_to(folder) else 'lies in'} {place}"
+                raise ConfigError(f"{said}, which is read; choose another folder")
 
 
 def flush_to_disk(path: str | os.PathLike) -> None:

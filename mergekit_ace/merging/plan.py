@@ -11,22 +11,19 @@ from typing import Any, cast
 
 import torch
 import yaml
-from mergekit.architecture import WeightInfo
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import TokenizerInfo
 
 from mergekit_ace.adapters.merge import GatherAdapted, use_adapters
-from mergekit_ace.adapters.read import Adapter, adapter_folder, base_of, find_changes, read_adapters
+from mergekit_ace.adapters.read import adapter_folder, base_of, read_adapters
 from mergekit_ace.check.check import check_merge
 from mergekit_ace.files.checkpoints import DTYPES, Checkpoints, open_models, tokenizer_donor
 from mergekit_ace.files.saving import file_states, package_versions
 from mergekit_ace.merge_config import raise_errors
 from mergekit_ace.merging.shards import MERGE_PACKAGES
 from mergekit_ace.methods.base import FILE_PARAMETERS
-from mergekit_ace.naming import ConfigError, listed
 from mergekit_ace.planning import PlannedMerge, PlannedTensor, Treatment
 
 # Flags that change neither a tensor nor which files there are. The number of threads is one that
@@ -52,7 +49,7 @@ def plan_run(
     open_models(dict.fromkeys((*map(base_of, models), *(m for m in models if not m.lora)), ""))
     for model, adapter in adapters.items():
         adapter.check_ties()
-        _check_places(model, adapter)
+        adapter.check_places(model, cache.get(base_of(model)).index.tensor_paths)
         cache.loaders[model] = cache.get(base_of(model))  # mergekit would merge the adapter
     saves = {}
     for name, save in plan.saves.items():
@@ -85,17 +82,6 @@ def in_float32(task: ExecuteMergeMethodTask) -> ExecuteMergeMethodTask:
             wide = task.gather_tensors.model_copy(update={"gather_tensors": wide})
         task = task.model_copy(update={"gather_tensors": wide})
     return task
-
-
-def _check_places(model: ModelReference, adapter: Adapter) -> None:
-    """Raise a `ConfigError` if an adapter changes what the files of its base do not hold."""
-    base = base_of(model)
-    names = LoaderCache().get(base).index.tensor_paths
-    found = [find_changes({model: WeightInfo(name=name)}, {model: adapter}) for name in names]
-    held = {changes[model].name for changes in found if changes}
-    if homeless := [name for name in adapter.changes if name not in held]:
-        said = f"{model.lora} has {listed(homeless)}, which {base} does not"
-        raise ConfigError(f"{said}; give the model that peft's merge_and_unload makes of both")
 
 
 def input_files(plan: PlannedMerge) -> set[Path]:

@@ -25,8 +25,8 @@ from mergekit_ace.merging.output import Manifest, OutputFolder, check_own, say
 from mergekit_ace.merging.plan import build_tokenizer, fingerprint, input_files, plan_run
 from mergekit_ace.merging.shards import MergeJob, Shard, divide_into_shards
 from mergekit_ace.merging.workers import Compute, find_workers
-from mergekit_ace.methods.architecture import model_class
 from mergekit_ace.methods.base import flush_notices, notice
+from mergekit_ace.methods.storage import model_class
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.planning import PlannedMerge, Treatment, estimate_merge
 

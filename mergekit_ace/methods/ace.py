@@ -20,7 +20,6 @@ from mergekit_ace.algebra.ace import (
 )
 from mergekit_ace.algebra.ridge import LARGEST_STACK
 from mergekit_ace.algebra.task_vectors import TableLayout, TensorRecord
-from mergekit_ace.methods.architecture import is_table
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
@@ -30,6 +29,7 @@ from mergekit_ace.methods.base import (
 )
 from mergekit_ace.methods.coefficients import MeasuredLookup, component_coefficients
 from mergekit_ace.methods.parameters import INPUTS, LAYOUT, SIDE, WEIGHT, option_parameters
+from mergekit_ace.methods.storage import is_table
 
 _OF_INPUTS = ("coefficients", "covariances")  # with one of these, `side: auto` is inputs
 # A flatness of Σ S_t: 0.78 in the median after Muon, 0.10 after AdamW (the judge's llama families).

@@ -40,8 +40,8 @@ from mergekit_ace.algebra.task_vectors import (
     add_task_vectors,
     select_active,
 )
-from mergekit_ace.methods.architecture import check_shapes, is_table, stored_layout
 from mergekit_ace.methods.report_lines import append_report, report_path
+from mergekit_ace.methods.storage import check_shapes, is_table, stored_layout
 from mergekit_ace.naming import FileError, is_running_statistic
 
 LOG = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from mergekit_ace.files.statistics import (
     find_expert,
     load_statistics,
 )
-from mergekit_ace.methods.architecture import stored_layout, tensor_names
 from mergekit_ace.methods.base import TensorSettings, describe
+from mergekit_ace.methods.storage import stored_layout, tensor_names
 from mergekit_ace.naming import ConfigError, FileError, listed, relative_depths
 
 FORMAT = {"format": "mergekit-ace coefficients", "version": "2"}

@@ -42,7 +42,6 @@ from mergekit_ace.algebra.task_vectors import (
     task_vector,
 )
 from mergekit_ace.files.statistics import Measure
-from mergekit_ace.methods.architecture import is_table, tensor_names
 from mergekit_ace.methods.base import (
     Merged,
     TaskVectorMethod,
@@ -52,6 +51,7 @@ from mergekit_ace.methods.base import (
 )
 from mergekit_ace.methods.coefficients import MeasuredLookup
 from mergekit_ace.methods.parameters import LAMBDA, LAYOUT, STATISTICS, TASK, WEIGHT, shared
+from mergekit_ace.methods.storage import is_table, tensor_names
 from mergekit_ace.naming import block_of, layer_of, stack_size
 
 LEAST_RIDGE = 1e-6  # in mean eigenvalues

@@ -20,7 +20,7 @@ from mergekit.options import MergeOptions
 from torch import Tensor
 from tqdm import tqdm
 
-from mergekit_ace.algebra.inspection import compare_entries, evenly_spaced
+from mergekit_ace.algebra.task_vectors import compare_entries
 from mergekit_ace.files.checkpoints import own_loaders
 from mergekit_ace.files.saving import occupied, write_text
 from mergekit_ace.merging.plan import build_tokenizer, in_float32, plan_run
@@ -34,7 +34,7 @@ from mergekit_ace.methods.base import (
 from mergekit_ace.methods.report_lines import tensor_record
 from mergekit_ace.naming import ConfigError, listed, natural_order, without_numbers
 from mergekit_ace.planning import PlannedTensor
-from mergekit_ace.report.page import write_page
+from mergekit_ace.report.page import evenly_spaced, write_page
 from mergekit_ace.report.summary import Report, summarize
 
 
@@ -49,6 +49,8 @@ def run_inspection(
     quiet: bool = False,
 ) -> None:
     """`mergekit-ace inspect`: write `report.jsonl` and `report.html`."""
+    if (folder / "config.json").exists():  # whose report may bear the same name
+        raise ConfigError(f"{folder} holds a model; choose another folder for the page")
     if (folder / "report.jsonl").exists() and not overwrite:
         raise occupied(folder, "another inspection")
     with own_loaders():

@@ -16,7 +16,6 @@ import plotly.express as px
 import plotly.graph_objects as go
 from jinja2 import Environment, StrictUndefined
 
-from mergekit_ace.algebra.inspection import evenly_spaced
 from mergekit_ace.files.saving import check_apart, write_text
 from mergekit_ace.report.summary import Report, read_records, summarize
 
@@ -136,3 +135,8 @@ def _similarity(report: Report) -> go.Figure:
 def _text(name: object) -> str:
     """Return a name as plotly shows it: as text, though it reads a few elements of HTML."""
     return html.escape(str(name), quote=False)
+
+
+def evenly_spaced(count: int, wanted: int) -> list[int]:
+    """Return at most `wanted` of 0 … count − 1, the first and the last among them."""
+    return np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()

@@ -30,7 +30,7 @@ from mergekit_ace.naming import ConfigError, short_names
 from mergekit_ace.score.config import ScoreConfig, ScoredExpert
 from mergekit_ace.score.results import Scores, show_scores
 from mergekit_ace.training.config import DataConfig
-from mergekit_ace.training.data import READERS, SampleReader, read_rows
+from mergekit_ace.training.data import SampleReader, read_rows
 from mergekit_ace.training.models import load_model, load_processor, local_folder, model_paths
 from mergekit_ace.training.tasks import (
     CausalLanguageModel,
@@ -41,6 +41,7 @@ from mergekit_ace.training.tasks import (
 )
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedModel
 
 SCORES = "scores.json"
@@ -100,9 +101,8 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for path in (Path(data.path).expanduser() for data in self.exams.values() if data):
-            if path.suffix.lower() in READERS and not path.is_file():
-                raise ConfigError(f"there is no data file {path}")  # before it merges
+        for data in filter(None, self.exams.values()):
+            _held_out(data)  # any mistake in it is told before it merges
         self._write({"measured": self._known})  # the folder is ours from now on
         made: list[str | ModelReference] = list(merges)
         for n, merge in enumerate(map(Path, merges)):
@@ -134,9 +134,8 @@ class Scoring:
         """Return the held-out texts of an exam, as far as models can read them."""
         if exam not in self._samples:
             data: Any = self.exams[exam]
-            test = {"split": data.test_split, "samples": data.held_out} if data.test_split else {}
-            rows = read_rows(data.model_copy(update=test), 0)
-            samples = SampleReader(model, KIND, self.tokenizer, data).read(rows, "held-out", 0)
+            reader = SampleReader(model, KIND, self.tokenizer, data)
+            samples = reader.read(_held_out(data), "held-out", 0)
             if not samples:
                 raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")
             texts = {tuple(one["input_ids"].tolist()): one for one in samples}
@@ -201,6 +200,12 @@ class Scoring:
             self._loaded = (None, None)
             self._loaded = (reference, load_scored(reference, self.config))
         return self._loaded[1]
+
+
+def _held_out(data: DataConfig) -> Dataset:
+    """Return the rows of data that are scored: of its test split, if it has one."""
+    test = {"split": data.test_split, "samples": data.held_out} if data.test_split else {}
+    return read_rows(data.model_copy(update=test), 0)
 
 
 @contextmanager

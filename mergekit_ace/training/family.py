@@ -18,7 +18,7 @@ from mergekit_ace.algebra.learner import combine, features, measure_moments
 from mergekit_ace.algebra.linalg import blocks
 from mergekit_ace.algebra.task_vectors import IllConditionedError, select_active
 from mergekit_ace.files.saving import save_tensors
-from mergekit_ace.methods.architecture import stored_layout
+from mergekit_ace.methods.storage import stored_layout
 from mergekit_ace.naming import ConfigError, block_of, relative_depths, within_block
 from mergekit_ace.training.config import Labels
 from mergekit_ace.training.data import SampleReader, answer_data, load_rows

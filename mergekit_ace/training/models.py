@@ -25,7 +25,7 @@ from mergekit_ace.check.loading import quiet_transformers
 from mergekit_ace.files import checkpoints as files
 from mergekit_ace.files.checkpoints import VOCABULARY_FILES
 from mergekit_ace.files.saving import file_states, replacing, save_tensors
-from mergekit_ace.methods.architecture import loaded_names
+from mergekit_ace.methods.storage import loaded_names
 from mergekit_ace.naming import ConfigError, is_counter, is_running_statistic
 from mergekit_ace.training import tasks
 from mergekit_ace.training.config import TrainConfig

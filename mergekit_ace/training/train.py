@@ -20,8 +20,8 @@ import mergekit_ace
 from mergekit_ace.algebra.learner import Learner
 from mergekit_ace.files.saving import write_text
 from mergekit_ace.files.statistics import Expert, MergedTensor
-from mergekit_ace.methods.architecture import lacks_embeddings
 from mergekit_ace.methods.coefficients import METHODS_OF_BASES, CoefficientFile, Contents
+from mergekit_ace.methods.storage import lacks_embeddings
 from mergekit_ace.naming import short_names
 from mergekit_ace.report.card import markdown_table, markdown_text
 from mergekit_ace.training.config import Labels, TrainConfig

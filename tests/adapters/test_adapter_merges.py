@@ -202,6 +202,8 @@ def test_experts_that_the_base_stores_one_by_one(tmp_path):
     said = run("merge", config_of(paths, "ace_plus"), tmp_path / "ours", fails=True)
     assert "mlp.experts.gate_up_proj" in said
     assert "merge_and_unload" in said
+    told = run_config("check", config_of(paths, "ace_plus"), tmp_path / "ours", quiet=False)
+    assert "by mergekit-yaml only" in told
 
 
 def test_the_reports_are_those_of_the_full_merge(family, cached, mergekit_yaml, tmp_path):

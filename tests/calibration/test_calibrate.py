@@ -238,7 +238,7 @@ def test_what_is_read_is_neither_replaced_nor_dropped(config, folder, tmp_path):
         (kept, {"keep": keep}),
         (tmp_path / "out", {"models": [{"model": partial}]}),
     ):
-        told = "which is read, or lies in it; choose another folder"
+        told = "which is read; choose another folder"
         refused(config | changes, out, told, flags=("--overwrite",))
     assert files() == before
     (tmp_path / "other.partial").mkdir()

@@ -136,6 +136,7 @@ TRANSFORMERS_4 = {"rope_parameters": None, "rope_theta": 1e4}
 LINEAR = settings(**TRANSFORMERS_4, rope_scaling={"type": "linear", "factor": 2.0})
 ENDS = files("generation_config.json", '{"eos_token_id": [1, 2]}', "", "")
 PADDED = merge_of(tokenizer={"source": "base", "pad_to_multiple_of": 40})
+WIDER = {"source": "base", "pad_to_multiple_of": 64}
 TEMPLATES = files("chat_template.jinja", "", "{{ 1 }}", "{{ 1 }}")
 
 ERRORS: list[tuple] = [
@@ -190,6 +191,7 @@ WARNINGS: list[tuple] = [
     (weights(in_fp8), FP8, "is quantised (fp8): its tensors are dequantised to bfloat16"),
     (adapter("other/model"), "was trained on other/model, not on base"),
     (ABCD, ENDS, PADDED, "leaves generation_config.json of base out of the result, so that it may"),
+    (ABCD, merge_of(tokenizer=WIDER), "has 40 rows in base, and 64 in the result → write `pad_to"),
     (ABCD, TEMPLATES, "base, whose tokenizer the result has, has no chat template"),
     (retyped("", torch.bfloat16, 1), merge_of(dtype=None), "different dtypes"),
     (settings("base", num_experts=1), settings(num_experts=2), "num_experts: 2 instead of 1"),

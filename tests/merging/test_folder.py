@@ -53,7 +53,7 @@ def test_a_folder_of_other_files_is_refused(here, config):
 
 def test_an_input_in_the_output(tmp_path, config, llamas, speakers):
     """A model that is merged, or whose files are links; coefficients; a report of its name."""
-    assert "which is read, or lies in it" in refused(config, llamas[-1])
+    assert "which is read; choose" in refused(config, llamas[-1])
     out, linked = tmp_path / "out", tmp_path / "linked"
     shutil.copytree(llamas[1], out)
     linked.mkdir()
@@ -65,14 +65,14 @@ def test_an_input_in_the_output(tmp_path, config, llamas, speakers):
         linear(speakers, tokenizer={"source": str(out)}),
     ):
         write_config(config, settings)
-        assert f"{out} is or holds {out}" in refused(config, out)
+        assert f"{out} holds {out}" in refused(config, out)
     shutil.rmtree(out)
     out.mkdir()
     file = out / "model-coefficients.safetensors"
     make_file(list(tiny_llama().state_dict()), llamas[1:]).save(file)
     parameters = {"coefficients": str(file)}
     write_config(config, ace_config(llamas, merge_method="statsmerging", parameters=parameters))
-    assert f"{out} is or holds {file}, which is read" in refused(config, out)
+    assert f"{out} holds {file}, which is read" in refused(config, out)
     (out / SCRATCH_FOLDER).mkdir()
     for report in (out / "README.md", out / SCRATCH_FOLDER / "report.jsonl"):
         write_config(config, ace_config(llamas, parameters={"report": str(report)}))

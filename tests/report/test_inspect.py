@@ -109,6 +109,8 @@ def test_another_inspection_in_the_folder(tmp_path, inspect):
     message = inspect(config, "--overwrite", fails=True)
     assert f"{QUERY} of model {paths[1]} contains NaN or Inf" in message
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    (folder / "config.json").touch()
+    assert "holds a model; choose" in inspect(config, "--overwrite", fails=True)
 
 
 def test_filters_and_samples(tmp_path, inspect):

@@ -212,7 +212,7 @@ def test_a_missing_extra_and_a_full_gpu_have_remedies(config, tmp_path, monkeypa
         ({"models": [{"model": "a/law"}], "merges": ["law"]}, "an expert is called law"),
         ({"keep": {"path": "keep.jsonl", "prompt": "q"}}, "needs a `completion` of each prompt"),
         ({"keep": {"path": "keep.jsonl", "image": "q"}}, "needs the column messages or"),
-        ({"keep": {"path": "none.jsonl", "text": "q"}}, "there is no data file none.jsonl"),
+        ({"keep": {"path": "none.jsonl", "text": "q"}}, "cannot be read: FileNotFoundError"),
     ],
 )
 def test_mistakes_are_named(config, tmp_path, change, said):
