@@ -13,6 +13,7 @@ import torch
 import yaml
 from checkpoints import ace_config, rewrite, save_family, save_tokenizer, tiny_llama
 from commands import command
+from matrices import deltas_of
 from measured_files import measured_checkpoints, needs_statistics
 from peft_models import config_of, save_adapters
 from safetensors.torch import load_file
@@ -20,6 +21,8 @@ from test_architectures import small_model
 from torch import Tensor
 
 from mergekit_ace.adapters.read import read_adapter
+from mergekit_ace.algebra import linalg
+from mergekit_ace.algebra.task_vectors import compare_entries
 from mergekit_ace.plugin import our_methods
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -214,3 +217,25 @@ def test_adapters(tmp_path, inspect):
     line = lines_of(inspect(config_of(paths, "ace")))[QUERY]
     change = read_adapter(paths[1], tiny_llama().to("meta")).changes[QUERY]
     assert line["tau"] == pytest.approx([change.factors().energy], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (7,), (2, 5, 6), (), (0, 4)])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_comparison(rng, monkeypatch, shape, scale):
+    monkeypatch.setattr(linalg, "BLOCK_ENTRIES", 400)
+    base = scale * torch.randn(shape, generator=rng)
+    experts = [base + s * scale * torch.randn(shape, generator=rng) for s in (0.1, 1.0)]
+    experts += [torch.where(torch.rand(shape, generator=rng) < 0.5, base, experts[1]), base.clone()]
+    found = compare_entries(base, experts)
+    deltas = [d.flatten() for d in deltas_of(base, experts)]
+    assert found["base_norm"] == pytest.approx(float(base.double().norm()))
+    assert found["norm"] == pytest.approx([float(d.norm()) for d in deltas])
+    unchanged = [float((d == 0).double().mean()) if len(d) else 1.0 for d in deltas]
+    assert found["unchanged"] == pytest.approx(unchanged)
+    for s, one in enumerate(deltas):
+        for t, other in enumerate(deltas):
+            cosine = None
+            if one.norm() and other.norm():
+                product = (one / one.norm()) @ (other / other.norm())
+                cosine = pytest.approx(float(product), abs=1e-6)
+            assert found["cosine"][s][t] == cosine
