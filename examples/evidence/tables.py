@@ -18,9 +18,9 @@ PAGES = (HERE / "README.md", HERE.parents[1] / "README.md")
 MARK = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 SMALL = ("llama", "llama-strengths", "llama-muon", "gpt2", "roberta", "images")
 LANGUAGE = ("smollm-control, 40 steps", "smollm, 40 steps, GPU", "smollm, 160 steps, GPU",
-            "smollm-muon, 40 steps", "smollm-sparse, 40 steps, GPU",
+            "smollm-muon, 40 steps", "smollm-sparse, 40 steps",
             "smollm-lora, 40 steps", "smollm-lora-fast, 40 steps")  # fmt: skip
-ROUNDED = ("smollm, 160", "smollm-muon, 160", "smollm-sparse, 40")
+ROUNDED = ("smollm, 160", "smollm-muon, 160")
 HEADLINE = "smollm, 40 steps"
 DRAWN = {"ace_plus": "tab:purple", "ace": "tab:red", "tsv_m": "tab:blue", "iso_c": "tab:green",
          "task_arithmetic": "black", "ties": "tab:gray"}  # fmt: skip
