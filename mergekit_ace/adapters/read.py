@@ -146,9 +146,9 @@ class Adapter:
                 )
 
     def check_places(self, model: ModelReference, names: Iterable[str]) -> None:
-        """Raise a `ConfigError` if the adapter, as in `model`, changes none of its base's tensors.
+        """Raise a `ConfigError` if the adapter changes what the base of `model` does not hold.
 
-        `names` are those in the base's files.
+        `names` are those of the tensors in the base's files.
         """
         found = [find_changes({model: WeightInfo(name=name)}, {model: self}) for name in names]
         held = {changes[model].name for changes in found if changes}

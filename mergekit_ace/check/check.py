@@ -436,7 +436,7 @@ def _check_tensors(tensors: Sequence[PlannedTensor], checkpoints: Checkpoints) -
 
 
 def _check_experts(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find models of which nothing is merged: --allow-crimes needs no name that all have."""
+    """Find models of which --allow-crimes would merge nothing."""
     merged = {model for tensor in plan.tensors for model in tensor.headers(checkpoints)}
     for model in (one.model for one in plan.config.models or () if plan.options.allow_crimes):
         if model not in merged:
@@ -445,7 +445,7 @@ def _check_experts(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
 
 
 def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Finding]:
-    """Find a padded vocabulary of the base that `tokenizer:` cuts to the tokens of the result."""
+    """Find rows of padding that `tokenizer:` cuts off the base's vocabulary, or adds to it."""
     config, tensors = plan.config, plan.tensors
     aligned = next((t for t in tensors if t.task.gather_tensors is not t.gather), None)
     base = config.base_model or next(iter(checkpoints))
@@ -465,7 +465,7 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
             f"has {tokens} tokens: the other rows, of padding, are left out",
             f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
         )
-    elif tokens <= rows < (plan.vocabulary_multiple or 0):
+    elif known and tokens <= rows < (plan.vocabulary_multiple or 0):
         yield Finding.warning(
             f"{aligned.name} has {rows} rows in {base}, and {left} in the result",
             f"write `pad_to_multiple_of: {rows}`, or leave it out",
