@@ -80,9 +80,15 @@ def naive_ace(
     c = (ones.T @ sum(s)) / i
     if normalize:
         c = c / (sum(tau) / len(tau))
-    ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
-    inverse = torch.linalg.inv(sum(ridged) + (ones @ c if structural_prior else 0))
-    x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
+    for _ in range(2):
+        ridged = [x + e * identity for x, e in zip(s, eps, strict=True)]
+        inverse = torch.linalg.inv(sum(ridged) + (ones @ c if structural_prior else 0))
+        x = sum(ct @ r for ct, r in zip(used, ridged, strict=True)) @ inverse
+        total = sum(w_t / max(w) * t for w_t, t in zip(w, tau, strict=True))
+        excess = float(x.square().sum()) / total / 0.95
+        if epsilon_scale != "spectrum" or excess <= 1:
+            break
+        eps = [e * excess**2 for e in eps]
     chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, used, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:
@@ -158,13 +164,15 @@ def naive_plus(
     part = naive_ace(base, experts, weight, coefficients=[*own, 1.0], **PLUS, **known) - base
     if table or max(base.shape) > 8 * min(base.shape):
         part = naive_table(base, experts, weight, own) if table else part
-        total = 0.72 * part + 0.28 * naive_tsv_m(deltas, [own[t] for t in kept])
+        strengths = [own[t] * one / max(w) for t, one in zip(kept, w, strict=True)]
+        total = 0.72 * part + 0.28 * naive_tsv_m(deltas, strengths)
         return base + lambda_ * total
     pairs = [(s, t) for s in range(len(kept)) for t in range(s)]
     units = [delta / delta.norm() for delta in deltas]
     cosines = [w[s] * w[t] * float((units[s] * units[t]).sum()) for s, t in pairs]
     unlike = 1 - min(1, max(0, sum(cosines) / sum(w[s] * w[t] for s, t in pairs)))
-    return base + lambda_ * naive_flattened(whole, part, unlike, *flattening)
+    strength = flattening[0] * min(1, sum(w) / max(w) - 1)
+    return base + lambda_ * naive_flattened(whole, part, unlike, strength, flattening[1])
 
 
 def naive_flattened(

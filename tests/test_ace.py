@@ -245,8 +245,8 @@ WEAK = torch.logspace(math.log10(0.3), -6, 40).tolist()
 @pytest.mark.parametrize("merge", [merge_tensor, merge_plus])
 @pytest.mark.parametrize("kind", ["flat", "low rank", "slow"])
 @pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70), (22, 66)])
-@pytest.mark.parametrize("unit", [1.0, 1e-3])
-def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
+@pytest.mark.parametrize("unit, cosine", [(1.0, 0.0), (1e-3, 0.0), (1e-3, 0.6), (1.0, 0.95)])
+def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit, cosine):
     """Two experts of one norm, and a third of strength r, by defaults; see the algebra's README."""
 
     def random() -> torch.Tensor:
@@ -259,7 +259,8 @@ def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit):
             delta = left * torch.arange(1.0, len(sigma) + 1).double() ** -0.7 @ right
         return unit * delta / delta.norm()
 
-    base, (first, second, weak) = torch.zeros(shape, dtype=torch.float64), [random() for _ in "abc"]
+    base, common = torch.zeros(shape, dtype=torch.float64), cosine**0.5 * random()
+    first, second, weak = (common + (1 - cosine) ** 0.5 * random() for _ in "abc")
     alone, _ = merge(base, [first, second], layout="matrix")
     total, before = first + second, None
     for strength in WEAK:

@@ -71,7 +71,8 @@ def test_directions_that_are_missing_or_repeat_others(rng, row):
         left = torch.randn(30, 2, generator=rng, dtype=torch.float64)
         low.append(base + 0.1 * left @ torch.randn(2, 40, generator=rng, dtype=torch.float64))
     member = base + torch.randn(30, 40, generator=rng, dtype=torch.float64)
-    for members, bar in ((low, 1e-9), ([member, member.clone()], 1e-7)):
+    weak = [low[0], base + 0.01 * (low[1] - base)]
+    for members, bar in ((low, 1e-9), (weak, 1e-7), ([member, member.clone()], 1e-7)):
         expected = base + reference(deltas_of(base, members))
         merged = merge(method, base, members, **parameters)
         assert task_vector_error(merged, expected, base) <= bar
@@ -84,8 +85,11 @@ def test_the_rounding_of_float32_adds_no_directions(rng, method):
     factors = torch.randn(3, 280, 3, generator=rng), torch.randn(3, 3, 300, generator=rng)
     deltas = list(0.1 * (factors[0].double() @ factors[1].double()) / 290)
     expected = merge(method, torch.zeros_like(deltas[0]), deltas)
-    merged = merge(method, base, [(base + delta).float() for delta in deltas]).double() - base
+    experts = [(base + delta).float() for delta in deltas]
+    merged = merge(method, base, experts).double() - base
     assert task_vector_error(merged, expected, torch.zeros_like(expected)) <= 2e-3
+    wide = merge(method, base.double(), [expert.double() for expert in experts])
+    assert task_vector_error(wide, base + merged, base) <= 2e-3
 
 
 @pytest.mark.parametrize("method", PEERS)

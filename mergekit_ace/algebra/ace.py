@@ -195,10 +195,11 @@ def _merge_plus(
     else:
         problem = _regression(active, options, measured, normalized=True)
         if not embeddings:
-            turned, flattening = active.shape[0] < active.shape[1], FLATTENING
-            if options.of_adapters:  # T − 1 others, or fewer where some weights are small
-                others = len(active.weights) ** 2 / sum(w * w for w in active.weights) - 1
-                flattening = FLATTENING_OF_ADAPTERS[0] * others, FLATTENING_OF_ADAPTERS[1]
+            others = sum(active.relative_weights) - 1
+            adapters, turned = options.of_adapters, active.shape[0] < active.shape[1]
+            strength, ridge = FLATTENING_OF_ADAPTERS if adapters else FLATTENING
+            strength *= others if adapters else min(1.0, others)
+            flattening = strength, ridge
             problem = replace(problem, sizes=active.tau, turned=turned, flattening=flattening)
         merged, record = merge_by_ridge(base, active, problem, scale, rule="ace_plus")
     if embeddings:

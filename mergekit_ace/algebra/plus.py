@@ -88,7 +88,7 @@ def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> T
     """Return TSV-Merge's sum, (o, i) (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the min(o, i) / T leading triplets are kept. The nearest orthonormal
-    matrices U⊥ and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t) V⊥ᵀ. Products have
+    matrices U⊥ and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t w_t σ_t / max w) V⊥ᵀ. Products have
     `dtype`, and decompositions are in float64. The longer side is worked on by blocks:
     U⊥ = P diag(1/σ) C^-½ with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
     """
@@ -116,8 +116,9 @@ def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> T
 
     square = reduce(Tensor.add_, (gram(block.mT).double() for _, block in projected()))
     values = square.diagonal().sqrt().view(len(sizes), -1)
-    numbers = zip(rounding_floors(base, active), active.coefficients, sizes, strict=True)
-    floors, factors = as_vector([[f / size, a * size] for f, a, size in numbers], values).mT
+    weights, given = active.relative_weights, active.coefficients
+    numbers = zip(rounding_floors(base, active), given, weights, sizes, strict=True)
+    floors, factors = as_vector([[f / size, a * w * size] for f, a, w, size in numbers], values).mT
     weakest = WEAKEST[dtype]
     least = torch.maximum(weakest * values.amax(dim=1), floors)[:, None]
     kept, strengths = (values > least).flatten(), (values * factors[:, None]).flatten()

@@ -44,6 +44,9 @@ GROUPED = 2**25
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
 TOLERANCE = 1e-4
 SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
+# ‖X‖² / Σ_t w_t ‖Δ_t‖² from which the ridge is raised: of unlike experts X tends to their sum, of which
+# it is 1, and of alike ones to a smaller mean.
+AMPLIFICATION = 0.95
 LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not enough, float64 still is
 PROBED_ROWS = 8
 # Root mean square entries of task vectors outside of these have third powers that float32 lacks.
@@ -156,22 +159,32 @@ def merge_by_ridge(
     All is done in float32 at first. The error of Y is measured: what some rows of
     Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
     it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
+    A ridge that follows the spectrum is raised where X fits the noise of experts that are alike.
     `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
     typical = (max(active.tau) / base.numel()) ** 0.5
     narrow = active.dtype == torch.float32 and low < typical < high
     experts = [active.experts[t] for t in problem.experts]
+    pairs = zip(active.relative_weights, active.tau, strict=True)
+    total = sum(w * tau for w, tau in pairs)
     coefficients = [active.coefficients[t] for t in problem.experts]
-    for dtype in (torch.float32, torch.float64)[not narrow :]:
-        vectors = CentredVectors(base, experts, dtype, problem.centred)
-        merged, numbers = _closed_form(problem, vectors, coefficients)
-        strength, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
-        error = _relative_error(size, sum(active.tau) ** 0.5, measured, dtype)
-        if not failed and error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
+    raised, dtype = problem, torch.float32 if narrow else torch.float64
+    vectors = CentredVectors(base, experts, dtype, problem.centred)
+    while True:
+        merged, numbers = _closed_form(raised, vectors, coefficients)
+        strength, whole, size, ridge, trace, *measured, failed = torch.stack(numbers).tolist()
+        error = _relative_error(size, total**0.5, measured, dtype)
+        excess = whole**2 / total / AMPLIFICATION
+        if failed or not error <= (TOLERANCE if dtype == torch.float32 else SINGULAR):
+            if dtype == torch.float64:
+                raise IllConditionedError("the sum of the covariances is singular or nearly so")
+            raised, dtype = problem, torch.float64
+            vectors = CentredVectors(base, experts, dtype, problem.centred)
+        elif raised is problem and problem.spectral and excess > 1:
+            raised = replace(problem, spectral=problem.spectral * excess**2)
+        else:
             break
-    else:
-        raise IllConditionedError("the sum of the covariances is singular or nearly so")
     if problem.rank:
         known |= {"refined": strength != 0, "sigma_iso": strength}
     ridges = problem.ridges
@@ -180,7 +193,7 @@ def merge_by_ridge(
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
         ridge=ridge * active.shape[1] / trace if trace else None,
-        amplification=size**2 / sum(active.tau),
+        amplification=whole**2 / total,
         mix=problem.mix,
         **known,
     )
@@ -190,20 +203,20 @@ def merge_by_ridge(
 def _closed_form(
     problem: Regression, vectors: CentredVectors, coefficients: Sequence[float]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return X with its refinement, and σ_iso, ‖X‖ and the numbers of its solution."""
+    """Return X with its refinement, and σ_iso, ‖X‖ without and with λ_t, and further numbers."""
     rows, columns = vectors.shape
     dual = len(coefficients) * rows < columns and not problem.measured
     solver = _solve_dual if dual else _solve_primal
     component, strength = None, vectors.means.new_zeros(())
     ones = [1.0] * len(coefficients)
-    finished = bool(problem.rank or problem.sizes)  # by what is made of X with all λ_t at 1
-    whole, residual, numbers = solver(problem, vectors, ones if finished else coefficients)
+    whole, residual, numbers = solver(problem, vectors, ones)  # by which X is finished
     merged = whole
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
-    if finished and coefficients != ones:
+    if coefficients != ones:
         merged, _, _ = solver(replace(problem, rank=0), vectors, coefficients)
-    numbers = [strength.to(merged.dtype), torch.linalg.vector_norm(merged), *numbers]
+    sizes = [torch.linalg.vector_norm(one) for one in (whole, merged)]
+    numbers = [strength.to(merged.dtype), *sizes, *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
     if problem.sizes:
@@ -405,8 +418,8 @@ def _refine(
     """Return what the refinement adds to X, (o, i), and its strength σ_iso (Eqs. 17-19).
 
     With the eigenvectors P of the smaller Gram matrix of F, the target, U_k V_kᵀ is
-    P_k diag(1/σ) P_kᵀ F, or its mirror image. Directions below the rounding error of F count in
-    σ_iso and add nothing. But for `ridged_mean`, X keeps its size, and what points against the sum
+    P_k diag(1/σ) P_kᵀ F, or its mirror image. Directions that float32 loses in F count in σ_iso
+    and add nothing. But for `ridged_mean`, X keeps its size, and what points against the sum
     of the experts is left out (departures).
     """
     wide = target if target.shape[0] <= target.shape[1] else target.mT
@@ -414,9 +427,8 @@ def _refine(
     values, directions = leading_eigenpairs(squares, min(problem.rank, len(squares)))
     sigma = values.clamp(min=0).sqrt()
     strength = sigma.sum() / problem.rank  # of a core, which may have fewer directions than k
-    exact = (len(squares) * torch.finfo(torch.float64).eps) ** 0.5 / 2
-    rounded = 32 * torch.finfo(target.dtype).eps * max(target.shape) ** 0.5
-    scaled = directions * torch.where(sigma > max(exact, rounded) * sigma[:1], strength / sigma, 0)
+    rounded = 32 * torch.finfo(torch.float32).eps * max(target.shape) ** 0.5
+    scaled = directions * torch.where(sigma > rounded * sigma[:1], strength / sigma, 0)
     component = product(scaled.to(target.dtype), product(directions.mT.to(target.dtype), wide))
     component = component if wide is target else component.mT
     if problem.ridged_mean:

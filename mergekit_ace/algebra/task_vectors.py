@@ -48,7 +48,7 @@ Fraction = Annotated[Number, Field(ge=0, le=1, description="a number from 0 to 1
 
 T = TypeVar("T")
 GRIDS = (torch.bfloat16, torch.float16, torch.float32)  # precisions that checkpoints are saved in
-
+NO_WEIGHT = 1e-15  # a share of the largest weight that counts as 0
 
 PairTable = tuple[tuple[float | None, ...], ...]  # of experts, T × T
 
@@ -134,6 +134,11 @@ class ActiveExperts:
         """τ_t of the active experts."""
         return tuple(self.all_tau[position] for position in self.positions)
 
+    @property
+    def relative_weights(self) -> list[float]:
+        """w_t of the active experts as shares of the largest one."""
+        return [weight / max(self.weights) for weight in self.weights]
+
     def record(self, rule: str, **fields: Any) -> MatrixRecord:
         """Return the record of a merge of these experts by a rule."""
         weight = self.spread(self.weights, 0.0)
@@ -173,9 +178,9 @@ def select_active(
         int(value > 0 and not is_base_rounded(expert, base, value, size))
         for expert, value in zip(experts, tau, strict=True)
     )
-    positions = tuple(t for t, weight in enumerate(weights) if weight > 0 and changed[t])
     # Dividing by the largest first keeps the sum of very large or very small weights in range.
-    top = max((weights[t] for t in positions), default=1.0)
+    top = max((w for w, moved in zip(weights, changed, strict=True) if moved), default=0.0) or 1.0
+    positions = tuple(t for t, w in enumerate(weights) if changed[t] and w / top > NO_WEIGHT)
     shares = [weights[t] / top for t in positions]
     return ActiveExperts(
         experts=tuple(experts[t] for t in positions),
@@ -232,11 +237,11 @@ def rounding_floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
     """Return what singular values do not exceed that float32's rounding of weights alone has made.
 
     Independent entries of standard deviation s have none above s (√o + √i), but for chance. The
-    rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it.
+    rounding of bfloat16 is left in: the papers' methods work on the spectra that hold it. What is
+    read as float64 has been float32, too.
     """
     rows, columns = active.shape
-    eps = torch.finfo(torch.promote_types(torch.float32, base.dtype)).eps
-    unit = eps * (rows**-0.5 + columns**-0.5)
+    unit = torch.finfo(torch.float32).eps * (rows**-0.5 + columns**-0.5)
     return tuple(unit * math.sqrt(active.size / 12 + tau) for tau in active.tau)
 
 

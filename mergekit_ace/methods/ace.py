@@ -69,6 +69,9 @@ class RidgeMethod(TaskVectorMethod):
 
     def mention(self, settings: TensorSettings, record: TensorRecord) -> None:
         super().mention(settings, record)
+        if any(matrix.rank and not matrix.refined for matrix in record.matrices):
+            said = "the refinement of {tensors} would turn against the experts, and is left out"
+            notice(f"{self.spec.name}: {said}")
         parameters = settings.parameters
         spectral = parameters.get("epsilon_scale", "spectrum") == "spectrum"
         if self.leaves_span(parameters) or not spectral or record.shape[-1:] < (SMALLEST,):

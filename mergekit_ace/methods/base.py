@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
+import numpy as np
 import torch
 from mergekit.merge_methods.base import (
     BasePolicy,
@@ -51,7 +52,8 @@ Merged = tuple[Tensor, TensorRecord]
 # Those that name files whose content goes into the result, and in which experts have names.
 FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
-MERGE_ERRORS = (IllConditionedError, OverflowError, torch.linalg.LinAlgError)  # pyright: ignore
+MERGE_ERRORS = (IllConditionedError, OverflowError, np.linalg.LinAlgError)
+MERGE_ERRORS += (torch.linalg.LinAlgError,)  # pyright: ignore
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 

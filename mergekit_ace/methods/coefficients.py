@@ -30,7 +30,7 @@ from mergekit_ace.files.statistics import (
     find_expert,
     load_statistics,
 )
-from mergekit_ace.methods.base import TensorSettings, describe
+from mergekit_ace.methods.base import TensorSettings, describe, is_finite
 from mergekit_ace.methods.storage import stored_layout, tensor_names
 from mergekit_ace.naming import ConfigError, FileError, listed, relative_depths
 
@@ -311,4 +311,8 @@ class MeasuredLookup:
                 f"{self._start}: {describe(self._settings.name)} does not have the shape that it "
                 "had when this was measured; measure the models that are merged"
             )
-        return [self._file.read(number, name) for number in self._experts]
+        found = [self._file.read(number, name) for number in self._experts]
+        if not all(map(is_finite, found)):
+            said = f"what was measured of {describe(self._settings.name)} contains NaN or Inf"
+            raise ConfigError(f"{self._start}: {said}; run `mergekit-ace statistics` again")
+        return found

@@ -169,9 +169,11 @@ class IsoCtsMerge(MatrixMethod):
         each = min(round(own / count), size // count)  # so that all tasks get the same
         floor = math.hypot(*matrices.floors)
         parts = [leading_directions(matrices.total(), size - each * count, floor)]
-        common = parts[0][0]
+        common, found, _ = parts[0]
+        # by the Gram matrix, weak directions are known to a square of their share of the strongest
+        lost = 64 * EPS64 * float(found[0] / found[-1]) ** 2 if len(found) else 0.0
         for delta, floor in zip(matrices.deltas, matrices.floors, strict=True):
-            floor = max(floor, OUTSIDE * float(torch.linalg.vector_norm(delta)))
+            floor = max(floor, max(OUTSIDE, lost) * float(torch.linalg.vector_norm(delta)))
             delta -= common @ (common.mT @ delta)
             parts.append(leading_directions(delta, each, floor))
         (_, *lefts), values, rights = zip(*parts, strict=True)

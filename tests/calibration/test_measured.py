@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,8 @@ def test_through_mergekit(rng, tmp_path, method):
     covariances = [random_covariance(rng, 30) for _ in experts]
     path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"], ("v",))
     fisher = write_statistics(tmp_path / "f", {"fisher": {"w": experts}}, ["1", "2"])
+    nan = [covariance.clone().fill_(math.nan) for covariance in covariances]
+    nan = write_statistics(tmp_path / "n", {"covariance": {"w": nan}}, ["1", "2"])
     reference = naive_ace if method == "ace" else naive_plus
     expected = reference(base, experts, measured=covariances, mix=0.25)
 
@@ -97,6 +100,7 @@ def test_through_mergekit(rng, tmp_path, method):
         (cut, "w", {}, "tensor w does not have the shape that it had"),
         ([base, *experts], "w", {"side": "outputs"}, "holds those of inputs"),
         ([base, *experts], "w", {"task": "task0"}, "two experts have the same row"),
+        ([base, *experts], "w", {"covariances": nan}, "measured of tensor w contains NaN"),
         (more, "w", {"covariances": fisher}, r"no covariances; add `measure: \[covariances\]`"),
     ):
         with pytest.raises(ValueError, match=message):
