@@ -35,6 +35,7 @@ from mergekit_ace.algebra.task_vectors import (
     IllConditionedError,
     MatrixRecord,
     form_stack,
+    measure_heterogeneity,
 )
 
 # Entries of all task vectors of a matrix that are in memory at once: 1 GiB in float32.
@@ -44,8 +45,7 @@ GROUPED = 2**25
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
 TOLERANCE = 1e-4
 SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
-# ‖X‖² / Σ_t w_t ‖Δ_t‖² from which the ridge is raised: of unlike experts X tends to their sum, of which
-# it is 1, and of alike ones to a smaller mean.
+# ‖X‖² / Σ_t w_t ‖Δ_t‖², 1 of the sum of unlike experts, from which the ridge is raised.
 AMPLIFICATION = 0.95
 LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not enough, float64 still is
 PROBED_ROWS = 8
@@ -159,7 +159,8 @@ def merge_by_ridge(
     All is done in float32 at first. The error of Y is measured: what some rows of
     Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
     it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
-    A ridge that follows the spectrum is raised where X fits the noise of experts that are alike.
+    A ridge that follows the spectrum is raised where a weak expert would make X larger than all
+    task vectors together.
     `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
@@ -167,7 +168,8 @@ def merge_by_ridge(
     narrow = active.dtype == torch.float32 and low < typical < high
     experts = [active.experts[t] for t in problem.experts]
     pairs = zip(active.relative_weights, active.tau, strict=True)
-    total = sum(w * tau for w, tau in pairs)
+    total = sum(weight * tau for weight, tau in pairs)
+    spread = min(1.0, max(0.0, 2 * measure_heterogeneity(active.tau)[1] - 1))
     coefficients = [active.coefficients[t] for t in problem.experts]
     raised, dtype = problem, torch.float32 if narrow else torch.float64
     vectors = CentredVectors(base, experts, dtype, problem.centred)
@@ -181,8 +183,8 @@ def merge_by_ridge(
                 raise IllConditionedError("the sum of the covariances is singular or nearly so")
             raised, dtype = problem, torch.float64
             vectors = CentredVectors(base, experts, dtype, problem.centred)
-        elif raised is problem and problem.spectral and excess > 1:
-            raised = replace(problem, spectral=problem.spectral * excess**2)
+        elif raised is problem and problem.spectral and spread and excess > 1:
+            raised = replace(problem, spectral=problem.spectral * excess ** (2 * spread))
         else:
             break
     if problem.rank:
@@ -210,13 +212,14 @@ def _closed_form(
     component, strength = None, vectors.means.new_zeros(())
     ones = [1.0] * len(coefficients)
     whole, residual, numbers = solver(problem, vectors, ones)  # by which X is finished
-    merged = whole
+    merged, size = whole, torch.linalg.vector_norm(whole)
+    own = size
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if coefficients != ones:
         merged, _, _ = solver(replace(problem, rank=0), vectors, coefficients)
-    sizes = [torch.linalg.vector_norm(one) for one in (whole, merged)]
-    numbers = [strength.to(merged.dtype), *sizes, *numbers]
+        own = torch.linalg.vector_norm(merged)
+    numbers = [strength.to(merged.dtype), size, own, *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
     if problem.sizes:
