@@ -88,8 +88,8 @@ def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> T
     """Return TSV-Merge's sum, (o, i) (Gargiulo et al., arXiv 2412.00081, Algorithm 1).
 
     Of Δ_t = U_t diag(σ_t) V_tᵀ the min(o, i) / T leading triplets are kept. The nearest orthonormal
-    matrices U⊥ and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t w_t σ_t / max w) V⊥ᵀ. Products have
-    `dtype`, and decompositions are in float64. The longer side is worked on by blocks:
+    matrices U⊥ and V⊥ replace the concatenated U_t and V_t: U⊥ diag(λ_t σ_t w_t / max w) V⊥ᵀ.
+    Products have `dtype`, decompositions are in float64. The longer side is worked on by blocks:
     U⊥ = P diag(1/σ) C^-½ with P = [Δ_t V_t]_t and C = diag(1/σ) PᵀP diag(1/σ).
     """
     turned = base.shape[0] < base.shape[1]
