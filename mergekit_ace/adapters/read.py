@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.tasks import LoaderCache
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors import safe_open
@@ -184,7 +183,7 @@ def find_changes(
 def adapter_folder(reference: ModelPath) -> Path:
     """Return where an adapter's files are, once they are downloaded."""
     wanted = ["adapter_config.json", "adapter_model.safetensors", *files.TOKENIZER_FILES]
-    return files.downloaded(reference, wanted, LoaderCache().hf_cache_dir)
+    return files.downloaded(reference, wanted)
 
 
 def read_adapters(models: Iterable[ModelReference]) -> dict[ModelReference, Adapter]:

@@ -384,7 +384,8 @@ def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
         if fast:
             return Tokenizer.from_file(str(fast)).get_vocab()
         if _has_tokenizer(checkpoint):
-            options = {"revision": source.revision, "trust_remote_code": False}
+            options: Any = {"revision": source.revision, "trust_remote_code": False}
+            options["cache_dir"] = LoaderCache().hf_cache_dir
             return AutoTokenizer.from_pretrained(source.path, **options).get_vocab()
     return {}
 

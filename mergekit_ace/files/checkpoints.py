@@ -22,6 +22,8 @@ from typing import Any
 
 import huggingface_hub
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
@@ -52,6 +54,8 @@ _CONVERT = (
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
+# By these, the Hub says that there is no such file, or no such model.
+_ABSENT = (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError)
 GENERATION = "generation_config.json"
 MORE_TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -223,30 +227,35 @@ def existing_folder(path: str) -> Path | None:
     return None
 
 
-def hub_file(part: ModelPath, name: str, *, cached: bool = False, **options: Any) -> Path:
+def _on_hub(part: ModelPath) -> dict[str, Any]:
+    """Return what names a model to huggingface_hub, and the cache of `--transformers-cache`."""
+    cache = LoaderCache().hf_cache_dir
+    return {"repo_id": part.path, "revision": part.revision, "cache_dir": cache}
+
+
+def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> Path:
     """Return where a file of a model on the Hub is, once it is downloaded.
 
     Args:
         cached: whether one in the cache will do, though the Hub may have a newer one.
-        options: of `hf_hub_download`.
     """
-    place, revision = (part.path, name), part.revision
+    place = {**_on_hub(part), "filename": name}
     try:
-        known = huggingface_hub.try_to_load_from_cache(*place, revision=revision)
+        known = huggingface_hub.try_to_load_from_cache(**place)
         if cached and isinstance(known, str):
             return Path(known)
-        return Path(huggingface_hub.hf_hub_download(*place, revision=revision, **options))
+        return Path(huggingface_hub.hf_hub_download(**place))
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise unreachable(part, error) from error
 
 
-def downloaded(part: ModelPath, patterns: Sequence[str], cache: str | None = None) -> Path:
+def downloaded(part: ModelPath, patterns: Sequence[str]) -> Path:
     """Return the folder of a model, downloaded if it is none here; offline, from the cache."""
     if folder := existing_folder(part.path):
         return folder
-    options: dict[str, Any] = {"revision": part.revision, "allow_patterns": patterns}
+    wanted: Any = patterns
     try:
-        return Path(huggingface_hub.snapshot_download(part.path, cache_dir=cache, **options))
+        return Path(huggingface_hub.snapshot_download(**_on_hub(part), allow_patterns=wanted))
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise unreachable(part, error) from error
 
@@ -335,15 +344,16 @@ Checkpoints = Mapping[ModelReference, Checkpoint]
 def read_checkpoint(model: ModelReference) -> Checkpoint:
     """Read the headers of a model, wherever it is; no weight is read or downloaded."""
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
-    name, revision, headers = model.model.path, model.model.revision, None
+    name, headers = model.model.path, None
     if folder := existing_folder(name):
         headers = read_headers(folder)
     else:
         with suppress(Exception):  # a snapshot in the cache may lack files
-            here = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
+            here = huggingface_hub.snapshot_download(**_on_hub(model.model), local_files_only=True)
             folder, headers = Path(here), read_headers(Path(here))
     if headers is None:
         try:
+            revision = model.model.revision
             metadata = huggingface_hub.get_safetensors_metadata(name, revision=revision)
         except Exception as error:
             raise unreachable(model.model, error) from error
@@ -393,29 +403,30 @@ def tokenizer_donor(config: MergeConfiguration) -> ModelReference:
     return source if isinstance(source, ModelReference) else config_donor(config)
 
 
-def find_model_file(
-    model: ModelPath, name: str, *, beside: Path = Path(), cache: str | None = None
-) -> Path | None:
-    """Return where a small file of a model lies; None where it has none, or is not to be had.
+def find_model_file(model: ModelPath, name: str, *, beside: Path = Path()) -> Path | None:
+    """Return where a small file of a model lies; None where it has none, or offline.
 
-    Relative names are looked for in `beside`, too; `cache` is for models on the Hub.
+    Relative names are looked for in `beside`, too.
     """
     for folder in (Path(model.path).expanduser(), beside / model.path):
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
-    with suppress(FileError):
-        return hub_file(model, name, cache_dir=cache)
-    return None
+    try:
+        return hub_file(model, name)
+    except FileError as error:
+        if constants.HF_HUB_OFFLINE or isinstance(error.__cause__, _ABSENT):
+            return None
+        raise  # without a network, say, nobody knows
 
 
 def add_model_files(
-    config: MergeConfiguration, folder: Path, *, beside: Path = Path(), cache: str | None = None
+    config: MergeConfiguration, folder: Path, *, beside: Path = Path()
 ) -> dict[str, ModelReference]:
     """Copy what a result lacks of its models' files; return whose files were added, by name.
 
     Code is copied, not run. Nothing that is there is touched.
     """
-    find = partial(find_model_file, beside=beside, cache=cache)
+    find = partial(find_model_file, beside=beside)
     present = {path.name for path in folder.iterdir()}
     missing = _missing_files(config, present, find)
     settings = folder / TOKENIZER_CONFIG
@@ -477,7 +488,7 @@ def open_models(folders: Mapping[ModelReference, str]) -> None:
     for model, folder in folders.items():
         if model not in cache.loaders:
             if not os.path.isdir(folder):  # as on another node of a cluster
-                folder = str(downloaded(model.model, DOWNLOADED, cache.hf_cache_dir))
+                folder = str(downloaded(model.model, DOWNLOADED))
             cache.loaders[model] = LazyTensorLoader.from_disk(folder, cache.lazy_unpickle)
         loader = cache.get(model)
         config = json_or_empty(Path(loader.index.base_path, "config.json"))

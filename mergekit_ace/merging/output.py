@@ -262,7 +262,7 @@ class OutputFolder:
                 _LOG.error("The result has no tokenizer, as none can be copied: %s", error)
         along = plan.architecture.tagalong_files or []
         _copy_tagalong_files(donor, str(staging), along, plan.options)
-        add_model_files(plan.config, staging, cache=plan.options.transformers_cache)
+        add_model_files(plan.config, staging)
         files = [path for path in staging.rglob("*") if path.is_file()]
         names = {path.relative_to(staging).as_posix() for path in files} - set(kept)
         hashes = {name: sha256(staging / name) for name in names}

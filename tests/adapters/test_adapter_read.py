@@ -77,8 +77,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 def test_names_on_the_hub(made, monkeypatch):
     asked = []
 
-    def download(repository, revision=None, allow_patterns=(), cache_dir=None):
-        asked.append((repository, revision, {"tokenizer.json", *FILES} <= {*allow_patterns}))
+    def download(repo_id, revision=None, allow_patterns=(), cache_dir=None):
+        asked.append((repo_id, revision, {"tokenizer.json", *FILES} <= {*allow_patterns}))
         return str(made.folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

@@ -129,7 +129,7 @@ def test_a_model_on_the_hub_is_judged_by_its_headers(paths, hub, monkeypatch):
     (cache / "model.safetensors.index.json").unlink()
     shutil.copy("expert0/model.safetensors", cache)
     save_tokenizer("base", "abcd")
-    fetched = lambda repo, name, **_: str(Path("base", name).resolve(strict=True))  # noqa: E731
+    fetched = lambda filename, **_: str(Path("base", filename).resolve(strict=True))  # noqa: E731
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
     config = ace_config(["org/expert", *paths[1:]], tokenizer={"source": "base"})
     assert "has no tokenizer" not in findings(config)["error"]

@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from checkpoints import ace_config
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache
 from sharded import linear
 
-from mergekit_ace.files.checkpoints import add_model_files, lost_model_files
+from mergekit_ace.files.checkpoints import add_model_files, find_model_file, lost_model_files
+from mergekit_ace.naming import FileError
 
 FILES = {
     "generation_config.json": '{"eos_token_id": [7, 9], "do_sample": false}',
@@ -85,3 +90,18 @@ def test_a_template_is_added_where_there_is_none(paths, tmp_path, has):
     added = add_model_files(config, out, beside=tmp_path)
     assert ("chat_template.jinja" in added) == (has == "nothing")
     assert added.keys() >= FILES.keys()
+
+
+def test_a_hub_that_does_not_answer_lacks_no_file(monkeypatch):
+    """The cache is that of mergekit's loaders, which `--transformers-cache` names."""
+    answers = [LocalEntryNotFoundError("429"), RemoteEntryNotFoundError("", response=Mock())]
+
+    def download(cache_dir, **_):
+        raise answers.pop(0) if cache_dir == "here" else AssertionError(cache_dir)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr(LoaderCache(), "hf_cache_dir", "here")
+    with pytest.raises(FileError, match="429"):
+        find_model_file(ModelPath(path="org/model"), "processor_config.json")
+    assert not find_model_file(ModelPath(path="org/model"), "processor_config.json")
