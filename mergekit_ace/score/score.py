@@ -68,9 +68,10 @@ def run_scoring(
         return scoring.write_results()
 
 
-def merge_once(config: Path, folder: Path, *, quiet: bool) -> str:
+def merge_once(config: Path, folder: Path, *, trust: bool = False, quiet: bool) -> str:
     """Merge on the GPU where there is one, unless it is done; an older merge is replaced."""
-    options = MergeOptions(cuda=torch.cuda.is_available(), quiet=quiet)
+    cuda = torch.cuda.is_available()
+    options = MergeOptions(cuda=cuda, quiet=quiet, trust_remote_code=trust)
     options.apply_global_options()
     run_shards(config, folder, options, overwrite="changed")
     return str(folder)
@@ -104,15 +105,15 @@ class Scoring:
         for data in filter(None, self.exams.values()):
             _held_out(data)  # any mistake in it is told before it merges
         self._write({"measured": self._known})  # the folder is ours from now on
-        made: list[str | ModelReference] = list(merges)
+        made, trust = list[str | ModelReference](merges), self.config.trust_remote_code
         for n, merge in enumerate(map(Path, merges)):
             if merge.suffix.lower() in (".yml", ".yaml"):
-                folder = merge_once(merge, self.out / "merges" / merge.stem, quiet=self.quiet)
-                made[n] = merged_model(Path(folder))
+                folder = self.out / "merges" / merge.stem
+                made[n] = merged_model(folder)
+                merge_once(merge, folder, trust=trust, quiet=self.quiet)
         labels, experts = ["base", *self.names, *merges], self.config.models
         known = [self.config.base_model, *(expert.model for expert in experts), *made]
         models = dict(zip(labels, map(ModelReference.model_validate, known), strict=True))
-        trust = self.config.trust_remote_code
         folders = [local_folder(base_of(one), Path(), trust) for one in models.values()]
         self.tokenizer = load_processor(folders, KIND, self.config, grown=True)
         readers = [models[label].config(trust) for label in ("base", *self.names)]

@@ -65,6 +65,7 @@ def run_search(
 class _Search:
     def __init__(self, config: SearchConfig, score: ScoreConfig, out: Path, quiet: bool):
         self.config, self.score, self.out, self.quiet = config, score, out, quiet
+        self.trust = score.trust_remote_code
         merges = (SearchedMerge(Path(p), config.search, score.base_model) for p in config.merge)
         self.merges = {merge.name: merge for merge in merges}
         few = slice(0, 2 * config.sequences, 2)  # what trials, finalists and the test read
@@ -111,8 +112,8 @@ class _Search:
         self.scoring = Scoring(self.score, self.out / "scores", quiet=self.quiet)
         self.scoring.measure(())
         for merge in self.merges.values():
-            merge.make(self.out / "merges", quiet=self.quiet)
-        folder = local_folder(self.score.base_model, self.out, self.score.trust_remote_code)
+            merge.make(self.out / "merges", trust=self.trust, quiet=self.quiet)
+        folder = local_folder(self.score.base_model, self.out, self.trust)
         self.module = load_scored(merged_model(Path(folder)), self.score)
         names = [name for name, _ in self.module.named_parameters()]
         weights = map_weights(self.module, names, folder, self.out / "base.safetensors")
@@ -308,7 +309,7 @@ class _Search:
             self.merges[best["merge"]].write(best["parameters"], self.out, comment)
         del self.module
         self.merges.clear()  # which hold it, too
-        model = merge_once(path, self.out / "model", quiet=self.quiet)
+        model = merge_once(path, self.out / "model", trust=self.trust, quiet=self.quiet)
         self.module = load_scored(merged_model(Path(model)), self.score)
         best["test"] = self.measure("test")
 

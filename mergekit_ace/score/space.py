@@ -86,7 +86,7 @@ class SearchedMerge:
         # Of ace and ace_plus, whose experts have coefficients in a file.
         self._has_components = bool(self.experts) and self.method in COMPONENTS
 
-    def make(self, out: Path, *, quiet: bool) -> None:
+    def make(self, out: Path, *, trust: bool = False, quiet: bool) -> None:
         """Merge X, and X_k of every expert, in float32; what is there stays."""
         out.mkdir(parents=True, exist_ok=True)
         count, self._folders, self._tensors = len(self.experts), [], []
@@ -97,7 +97,8 @@ class SearchedMerge:
             content.pop("out_dtype", None)
             content["parameters"].pop("report", None)
             write_text(path, yaml.safe_dump(content, sort_keys=False))
-            self._folders.append(merge_once(path, path.with_suffix(""), quiet=quiet))
+            folder = merge_once(path, path.with_suffix(""), trust=trust, quiet=quiet)
+            self._folders.append(folder)
             self._tensors = self._tensors or [*read_headers(Path(self._folders[0]))]
 
     def load(self, module: Any, base: Weights, config: ScoreConfig) -> None:

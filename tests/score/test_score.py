@@ -106,11 +106,12 @@ def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp
     config["models"][1] = {"model": adapter}
     for scale in (1.0, 0.5):
         path.write_text(yaml.safe_dump(merge | {"parameters": {"lambda": scale}}))
-        score(config, tmp_path / "scores")
+        score(config, tmp_path / "scores", "--trust-remote-code")
         scores = content(tmp_path / "scores")
         assert list(scores["kept"]) == [str(path), adapter]
         rises.append(scores["forgot"][str(path)])
-        assert len([*(tmp_path / "scores" / "merges").iterdir()]) == 1, "the older one is gone"
+        (folder,) = (tmp_path / "scores" / "merges").iterdir()  # the older one is gone
+        assert '"trust_remote_code": true' in (folder / "merge_manifest.json").read_text()
     assert rises[0] != rises[1]
     (texts,) = (tmp_path / "scores" / "texts").iterdir()
     assert len({*texts.read_text().splitlines()}) == 64, "drawn, not the likeliest"

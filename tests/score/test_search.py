@@ -238,7 +238,9 @@ def test_a_task_is_an_aim(config, settings, tasks, tmp_path):
     Path(settings["score"]).write_text(yaml.safe_dump(config))
     settings |= {"trials": 2, "merge": settings["merge"][1], "search": {"lambda": [0.9, 1.5]}}
     out = tmp_path / "task"
-    run({**settings, "aim": {"kept": 1, "local_words": 3}}, out)
+    run({**settings, "aim": {"kept": 1, "local_words": 3}}, out, "--trust-remote-code")
+    for made in (out / "merges" / "tsv_m-0", out / "model"):
+        assert '"trust_remote_code": true' in (made / "merge_manifest.json").read_text()
     test = results(out)["best found"]["test"]
     assert test["aim"] == pytest.approx((test["kept"][0] + 3 * test["local_words"][0]) / 4)
     assert test["local_words"][0] in (0, 0.25, 0.5, 0.75, 1), "of every second question"
