@@ -102,8 +102,8 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        for data in filter(None, self.exams.values()):
-            _held_out(data)  # any mistake in it is told before it merges
+        # any mistake in them is told before it merges
+        self._rows = {exam: _held_out(data) for exam, data in self.exams.items() if data}
         self._write({"measured": self._known})  # the folder is ours from now on
         made, trust = list[str | ModelReference](merges), self.config.trust_remote_code
         for n, merge in enumerate(map(Path, merges)):
@@ -136,7 +136,8 @@ class Scoring:
         if exam not in self._samples:
             data: Any = self.exams[exam]
             reader = SampleReader(model, KIND, self.tokenizer, data)
-            samples = reader.read(_held_out(data), "held-out", 0)
+            rows = self._rows.pop(exam, None) or _held_out(data)  # else written meanwhile
+            samples = reader.read(rows, "held-out", 0)
             if not samples:
                 raise ConfigError(f"data {data.path}: no chat ends with an answer to be scored")
             texts = {tuple(one["input_ids"].tolist()): one for one in samples}

@@ -86,14 +86,17 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
     assert content(tmp_path / "scores")["kept"] != whole["kept"]
 
 
-def test_all_models_read_the_same_tokens(config, tmp_path):
+def test_all_models_read_the_same_tokens(config, tmp_path, monkeypatch):
     """As many as base and experts have positions for, and of equal rows one."""
+    read, usual = [], module.read_rows
+    monkeypatch.setattr(module, "read_rows", lambda *a: read.append(a[0].path) or usual(*a))
     configure(config["models"][1]["model"], max_position_embeddings=20)
     rows = Path(config["keep"]["path"])
     rows.write_text(2 * rows.read_text())
     score(config, tmp_path / "scores")
     measured = content(tmp_path / "scores")["measured"]["keep"].values()
     assert all([count for _, count in one["losses"]] == 16 * [19] for one in measured)
+    assert len(read) == len({*read}) == 3
 
 
 def test_adapters_and_configs_are_models_like_others(config, losses_by_hand, tmp_path):
