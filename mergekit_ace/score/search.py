@@ -9,15 +9,22 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 from mergekit_ace.check.loading import merged_model
-from mergekit_ace.files.saving import check_apart, differences, file_states, occupied, write_text
+from mergekit_ace.files.saving import (
+    check_apart,
+    differences,
+    file_states,
+    locked,
+    occupied,
+    write_text,
+)
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.results import Estimate, Losses, aligned, forgot, kept, mean, show_search
@@ -53,19 +60,22 @@ def run_search(
         raise ConfigError(f"{out} holds other things than a search; give another folder")
     with warnings.catch_warnings(), explained_memory(score.base_model):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        with FileLock(out / LOCK):
-            search = _Search(config, score, out, quiet)
-            search.claim(overwrite)
-            search.prepare()
-        search.run_trials()
-        with FileLock(out / LOCK):
-            return search.finish()
+        search = _Search(config, score, out, quiet)
+        with ExitStack() as working:
+            with FileLock(out / LOCK):
+                search.claim(overwrite)
+                working.enter_context(locked(search.place_of(search.worker)))
+                search.prepare()
+            search.run_trials()
+            with FileLock(out / LOCK):
+                return search.finish()
 
 
 class _Search:
     def __init__(self, config: SearchConfig, score: ScoreConfig, out: Path, quiet: bool):
         self.config, self.score, self.out, self.quiet = config, score, out, quiet
         self.trust = score.trust_remote_code
+        self.worker = uuid.uuid4().hex  # its lock tells other processes that this one lives
         merges = (SearchedMerge(Path(p), config.search, score.base_model) for p in config.merge)
         self.merges = {merge.name: merge for merge in merges}
         few = slice(0, 2 * config.sequences, 2)  # what trials, finalists and the test read
@@ -89,6 +99,9 @@ class _Search:
         files = [*self.config.merge, *model_paths(models), *merged, *data]
         if overwrite:
             check_apart(files, [self.out])
+            for place in self.place_of("").glob("*"):
+                with locked(place):  # else its process is at work here
+                    pass
             for path in self.out.iterdir():
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -167,10 +180,8 @@ class _Search:
 
     def run_trials(self) -> None:
         """Run trials until all processes together have run as many as wanted."""
-        self.worker = uuid.uuid4().hex  # its lock tells other processes that this one lives
-        (self.out / "locks").mkdir(exist_ok=True)
         bar = tqdm(desc="trials", total=self.config.trials, unit="trial", disable=self.quiet)
-        with FileLock(self._lock_of(self.worker)), bar:
+        with bar:
             while True:
                 with FileLock(self.out / LOCK):
                     self._fail_killed()
@@ -183,8 +194,9 @@ class _Search:
                     return
                 bar.update(len(self._trials("COMPLETE", "PRUNED")) - bar.n)
 
-    def _lock_of(self, worker: str) -> Path:
-        return self.out / "locks" / f"{worker}.lock"
+    def place_of(self, worker: str) -> Path:
+        """Return the folder that a process has locked while it is at work on the study."""
+        return self.out / "locks" / worker
 
     def _trials(self, *states: str) -> list[Any]:
         return [one for one in self.study.get_trials(deepcopy=False) if one.state.name in states]
@@ -192,8 +204,8 @@ class _Search:
     def _fail_killed(self) -> None:
         """Give up the trials whose processes were killed, so that others take their places."""
         for one in self._trials("RUNNING"):
-            worker = one.user_attrs.get("worker", "")  # none if it was killed as it asked
-            with suppress(Timeout), FileLock(self._lock_of(worker), timeout=0):
+            worker = one.user_attrs.get("worker", "none")  # if it was killed as it asked
+            with suppress(ConfigError), locked(self.place_of(worker)):
                 self.study.tell(one.number, state=optuna.trial.TrialState.FAIL)
 
     def _ask(self) -> Any:
