@@ -137,8 +137,12 @@ def run_calibration(
         work.mkdir()
         try:
             _calibrate(config, work, quiet)
-            shutil.rmtree(out, ignore_errors=True)
+            former = out.with_name(out.name + ".former")  # there until the result is
+            shutil.rmtree(former, ignore_errors=True)
+            if out.exists():
+                os.replace(out, former)
             os.replace(work / "result", out)
+            shutil.rmtree(former, ignore_errors=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import shutil
 from functools import partial
@@ -76,7 +77,7 @@ def refused(settings: dict, out: Path, *words: str, flags: tuple[str, ...] = ())
     assert [word for word in words if word not in said] == [], said
 
 
-def test_a_checkpoint_comes_out(config, folder, tmp_path):
+def test_a_checkpoint_comes_out(config, folder, tmp_path, monkeypatch):
     """Half of the way to the mathematics, where what should stay weighs as all experts do."""
     out, words = tmp_path / "out", tokenizer()
     config["models"][1]["task"] = "medicine"
@@ -108,7 +109,13 @@ def test_a_checkpoint_comes_out(config, folder, tmp_path):
     assert {path.name for path in out.iterdir()} == files - {"merge_manifest.json"}
     assert not out.with_name("out.partial").exists()
     refused(config, out, "holds a model. Choose another folder, or --overwrite")
+    with monkeypatch.context() as patch:  # an end between two renamings
+        move = os.replace
+        patch.setattr(os, "replace", lambda a, b: move(a, b if b != out else "/no/folder"))
+        run(config, out, "--overwrite", fails=True)
+    assert (out.with_name("out.former") / "config.json").exists()
     run(config, out, "--overwrite")
+    assert not out.with_name("out.former").exists()
     (out / "config.json").rename(out / "notes.txt")
     refused(config, out, "holds something else than a model", flags=("--overwrite",))
 
