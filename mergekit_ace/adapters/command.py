@@ -99,7 +99,12 @@ def merge_adapters(
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
         with locked(out):
-            factors, lost = _merge_tensors(plan, tensors, adapters, result)
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # factors are small: two threads take twice as long
+            try:
+                factors, lost = _merge_tensors(plan, tensors, adapters, result)
+            finally:
+                torch.set_num_threads(threads)
             write_adapter(out, result, factors)
             what = f"{len(tensors)} modules of rank {result.r}"
             if lost > 1e-9:
@@ -206,7 +211,6 @@ def _merge_tensors(
     plan: PlannedMerge, tensors: ChangedTensors, adapters: Sequence[Adapter], result: LoraConfig
 ) -> tuple[dict[str, Tensor], float]:
     """Return the factors of all tensors as PEFT stores them, and what share of ‖X‖² is cut off."""
-    torch.set_num_threads(1)  # factors are small: two threads take twice as long
     config, options = plan.config, plan.options
     device = torch.device(options.device or "cpu")
     widest = reduce(torch.promote_types, (adapter.dtype for adapter in adapters))

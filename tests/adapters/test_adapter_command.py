@@ -38,12 +38,14 @@ def run(config: dict, folder: Path, *flags: object, fails: bool = False) -> str:
     return run_config("adapter", config, folder / "adapter", *flags, fails=fails, quiet=False)
 
 
-def test_what_is_written(own, tmp_path):
+def test_what_is_written(own, tmp_path, settings_put_back):
     """vLLM takes `lora_alpha / r` for all modules."""
+    torch.set_num_threads(3)
     for name in ("tokenizer_config.json", "tokenizer.json"):
         Path(own[2], name).write_text("{}")
     config, out = config_of(own, "ace") | {"out_dtype": "bfloat16"}, tmp_path / "adapter"
     assert f"{out}: 14 modules of rank 5; " in run(config, tmp_path)
+    assert torch.get_num_threads() == 3
     settings = json.loads((out / "adapter_config.json").read_text())
     expected = {"r": 5, "lora_alpha": 5, "target_modules": sorted(LINEAR), "use_rslora": False}
     expected |= {"base_model_name_or_path": own[0], "task_type": "CAUSAL_LM"}
