@@ -81,9 +81,9 @@ def run_shards(
             models = {m: one.index.base_path for m, one in LoaderCache().loaders.items()}
             job = MergeJob(options, plan.tokenizer_task, tokenizer, str(folder.scratch), models)
             count, address = (workers, ray) if todo else (1, None)
-            compute = find_workers(job, count, address, memory)  # before anything is dropped
-            folder.begin(overwrite=anew, kept=edited)
-            _compute(folder, plan, todo, compute)
+            with find_workers(job, count, address, memory) as compute:
+                folder.begin(overwrite=anew, kept=edited)
+                _compute(folder, plan, todo, compute)
             folder.complete(plan, tokenizer, shards, edited)
         shutil.rmtree(folder.scratch, ignore_errors=True)
         _check_result(path, plan, strict=strict)

@@ -11,10 +11,10 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,21 @@ Results = Generator[tuple[Shard, ShardResult], None, None]
 Compute = Callable[[Sequence[Shard], tqdm], Results]
 
 
-def find_workers(job: MergeJob, count: int, address: str | None, memory: int) -> Compute:
-    """Return a function that computes shards; closing its generator ends all workers.
+@contextmanager
+def find_workers(job: MergeJob, count: int, address: str | None, memory: int) -> Iterator[Compute]:
+    """Yield a function that computes shards; closing its generator ends all workers.
 
     Args:
         address: of a Ray cluster, `auto` for the one at hand; None for this machine.
         memory: bytes that a worker of a cluster takes.
     """
     if address is not None:
-        return partial(_compute_in_cluster, _find_cluster(job, address, memory), count)
-    if count > 1:
-        return partial(_compute_in_processes, job, assign_gpus(job.options.device, count))
-    return lambda shards, bar: ((shard, compute_shard(job, shard, bar)) for shard in shards)
+        with _cluster(job, address, memory) as submit:
+            yield partial(_compute_in_cluster, submit, count)
+    elif count > 1:
+        yield partial(_compute_in_processes, job, assign_gpus(job.options.device, count))
+    else:
+        yield lambda shards, bar: ((shard, compute_shard(job, shard, bar)) for shard in shards)
 
 
 def assign_gpus(device: str | None, count: int) -> list[str | None]:
@@ -134,8 +137,9 @@ def _exit_with_driver() -> None:
         os._exit(1)
 
 
-def _find_cluster(job: MergeJob, address: str, memory: int) -> Callable[[Shard], Any]:
-    """Connect to a Ray cluster that is there already; return what submits a shard.
+@contextmanager
+def _cluster(job: MergeJob, address: str, memory: int) -> Iterator[Callable[[Shard], Any]]:
+    """Connect to a Ray cluster that is there already; yield what submits a shard.
 
     A worker takes as many CPUs as torch has threads, or a GPU, and the memory of the estimate.
     """
@@ -151,23 +155,25 @@ def _find_cluster(job: MergeJob, address: str, memory: int) -> Callable[[Shard],
         ray.init(address=address, ignore_reinit_error=True, **quiet)
     except OSError as error:  # Ray's ConnectionError is one
         raise ConfigError(f"there is no Ray cluster at {address}: {error}") from error
-    on_gpu = str(job.options.device).startswith("cuda")
-    needed = {"CPU": 1 if on_gpu else job.threads, "GPU": int(on_gpu), "memory": memory}
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not any(all(node.get(name, 0) >= need for name, need in needed.items()) for node in nodes):
+    try:
+        on_gpu = str(job.options.device).startswith("cuda")
+        needed = {"CPU": 1 if on_gpu else job.threads, "GPU": int(on_gpu), "memory": memory}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(n, 0) >= need for n, need in needed.items()) for node in nodes):
+            raise ConfigError(  # instead of waiting for ever
+                f"no node of the cluster has room for a worker: {needed['CPU']} CPUs (-j), "
+                f"{needed['GPU']} GPUs, {memory / 1e9:.1f} GB of memory (--out-shard-size)"
+            )
+        task = ray.remote(
+            num_cpus=needed["CPU"],
+            num_gpus=needed["GPU"],
+            memory=memory,
+            max_retries=_ATTEMPTS - 1,  # where a worker dies, or its node
+            max_calls=0,  # a process computes many shards, also with a GPU
+        )(compute_shard)
+        yield partial(task.remote, ray.put(job))
+    finally:
         ray.shutdown()
-        raise ConfigError(  # instead of waiting for ever
-            f"no node of the cluster has room for a worker: {needed['CPU']} CPUs (-j), "
-            f"{needed['GPU']} GPUs, {memory / 1e9:.1f} GB of memory (--out-shard-size)"
-        )
-    task = ray.remote(
-        num_cpus=needed["CPU"],
-        num_gpus=needed["GPU"],
-        memory=memory,
-        max_retries=_ATTEMPTS - 1,  # where a worker dies, or its node
-        max_calls=0,  # a process computes many shards, also with a GPU
-    )(compute_shard)
-    return partial(task.remote, ray.put(job))
 
 
 def _compute_in_cluster(
@@ -192,4 +198,3 @@ def _compute_in_cluster(
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
-        ray.shutdown()

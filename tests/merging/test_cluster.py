@@ -9,9 +9,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 import torch
 from checkpoints import ace_config
 from sharded import SHARDS, assert_same, command, finished, reported, tensors_of, write_config
@@ -82,12 +84,14 @@ def test_without_a_cluster(tmp_path, llamas, merge, monkeypatch, address, messag
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("flags", [("-j", 5), ("--device", "cuda")])
+@pytest.mark.parametrize("flags", [("-j", 5), ("--device", "cuda"), ()])
 def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, request, flags):
-    """The merge would wait for ever."""
+    """The merge would wait for ever; nor does it stay connected where a disk has none."""
     # Five threads on two cores would slow down whatever this process tests afterwards.
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    monkeypatch.setattr("torch.get_num_threads", lambda: 5)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 5 if flags else 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1))
     text = merge(ace_config(llamas), "--ray", cluster.address, *flags, fails=True)
-    assert "no node of the cluster has room for a worker" in text
-    assert not (tmp_path / "merged").exists()
+    said = "no node of the cluster has room for a worker" if flags else "make room"
+    assert said in text
+    assert not ray.is_initialized()
