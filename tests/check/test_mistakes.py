@@ -176,3 +176,4 @@ def test_every_place_of_a_wrong_type_is_told_once():
     told = findings(changed("{models: [{name: x}], parameters: {epsilon: }, dtype: [1]}"))["error"]
     assert told.count(" (found: ") == 3
     assert "models.0: there is no `model:` (found: {'name': 'x'})" in told
+    assert findings(changed("merge_method: acee"))["error"].count("error: ") == 1
