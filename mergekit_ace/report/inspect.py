@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,7 +120,10 @@ class InspectTensor(ExecuteMergeMethodTask):
             name=planned.name,
         )
         check_finite("inspect", group)
-        method, parameters = _deciding_method(planned)
+        method, parameters = planned.method, planned.settings.parameters
+        if not isinstance(method, TaskVectorMethod):  # mergekit's, which tell nothing
+            method, shared = cast(TaskVectorMethod, merge_methods.get("ace")), ParameterScope.SHARED
+            parameters = {p.name: p.default for p in method.spec.parameters if p.scope == shared}
         settings = method.complete(TensorSettings.of(group, parameters), base.ndim)
         settings = replace(settings, layout=method.layout(settings, base.ndim))
         versions = [base, *(entry.tensor for entry in group.non_base)]
@@ -137,16 +140,3 @@ class InspectTensor(ExecuteMergeMethodTask):
         measured = {**comparison, "decisions_of": other}
         seconds = time.perf_counter() - start
         return tensor_record(planned.task.method_name, settings, record, seconds, **measured)
-
-
-def _deciding_method(planned: PlannedTensor) -> tuple[TaskVectorMethod, Mapping[str, Any]]:
-    """Return the merge's own method with its parameters for a tensor; for mergekit's, `ace`."""
-    if isinstance(planned.method, TaskVectorMethod):
-        return planned.method, planned.settings.parameters
-    method = cast(TaskVectorMethod, merge_methods.get("ace"))
-    return method, {
-        p.name: dict.fromkeys(planned.experts, p.default)
-        if p.scope == ParameterScope.NON_BASE
-        else p.default
-        for p in method.spec.parameters
-    }
