@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,6 @@ from mergekit_ace.files.checkpoints import (
     tokenizer_donor,
 )
 from mergekit_ace.merge_config import (
-    HEADS,
     Finding,
     check_file,
     check_settings,
@@ -61,6 +61,7 @@ DEQUANTISE = (
     "bfloat16"
 )
 _MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$|^output\.weight$")
 _ANOTHER = "replace the model by one of the same architecture, or save it again"
 # What changes the function that the same weights compute. mergekit writes the base's config.
 _FUNCTION = """
@@ -254,7 +255,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
     base = config.base_model
-    stored = {m: next(filter(_is_head, one.headers), "") for m, one in checkpoints.items()}
+    stored = {m: next(filter(_HEAD.search, one.headers), "") for m, one in checkpoints.items()}
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
     for model, head in stored.items():
@@ -270,10 +271,6 @@ def _check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
                     f"{tied} ties its head to the embedding, and {own} has a head of its own",
                     "save both tied, or both with tie_word_embeddings: false and an lm_head",
                 )
-
-
-def _is_head(name: str) -> bool:
-    return name in HEADS or name.endswith((".lm_head.weight", ".embed_out.weight"))
 
 
 def _ties_head(config: Mapping[str, Any]) -> bool | None:
@@ -461,14 +458,9 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
     tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
     rows = header.shape[aligned.task.output_weight.vocabulary_axis]
     left = tokens + -tokens % (plan.vocabulary_multiple or 1)
-    if known and left < rows:
+    if known and tokens <= rows != left:
         yield Finding.warning(
             f"{aligned.name} has {rows} rows in {base}, and {left} in the result, whose tokenizer "
-            f"has {tokens} tokens: the other rows, of padding, are left out",
-            f"add `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
-        )
-    elif known and tokens <= rows < (plan.vocabulary_multiple or 0):
-        yield Finding.warning(
-            f"{aligned.name} has {rows} rows in {base}, and {left} in the result",
-            f"write `pad_to_multiple_of: {rows}`, or leave it out",
+            f"has {tokens} tokens: other rows are padding",
+            f"write `pad_to_multiple_of: {rows}` below `tokenizer:` to keep {rows} rows",
         )
