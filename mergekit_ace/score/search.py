@@ -17,14 +17,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from mergekit_ace.check.loading import merged_model
-from mergekit_ace.files.saving import (
-    check_apart,
-    differences,
-    file_states,
-    locked,
-    occupied,
-    write_text,
-)
+from mergekit_ace.files import saving
 from mergekit_ace.naming import ConfigError
 from mergekit_ace.score.config import ScoreConfig, SearchConfig
 from mergekit_ace.score.results import Estimate, Losses, aligned, forgot, kept, mean, show_search
@@ -64,7 +57,7 @@ def run_search(
         with ExitStack() as working:
             with FileLock(out / LOCK):
                 search.claim(overwrite)
-                working.enter_context(locked(search.place_of(search.worker)))
+                working.enter_context(saving.locked(search.place_of(search.worker)))
                 search.prepare()
             search.run_trials()
             with FileLock(out / LOCK):
@@ -98,9 +91,9 @@ class _Search:
         merged = [name for merge in self.merges.values() for name in merge.inputs]
         files = [*self.config.merge, *model_paths(models), *merged, *data]
         if overwrite:
-            check_apart(files, [self.out])
+            saving.check_apart(files, [self.out])
             for place in self.place_of("").glob("*"):
-                with locked(place):  # else its process is at work here
+                with saving.locked(place):  # else its process is at work here
                     pass
             for path in self.out.iterdir():
                 if path.name != LOCK:
@@ -113,11 +106,11 @@ class _Search:
         identity = {
             "search": self.config.model_dump(mode="json", exclude={"trials", "score"}),
             "score": self.score.model_dump(mode="json", exclude={"merges"}),
-            "files": file_states(files),
+            "files": saving.file_states(files),
         }
         known = self.study.user_attrs.get("identity", identity)
-        if changed := differences(known, identity):
-            raise occupied(self.out, "another study", changed)
+        if changed := saving.differences(known, identity):
+            raise saving.occupied(self.out, "another study", changed)
         self.study.set_user_attr("identity", identity)
 
     def prepare(self) -> None:
@@ -205,7 +198,7 @@ class _Search:
         """Give up the trials whose processes were killed, so that others take their places."""
         for one in self._trials("RUNNING"):
             worker = one.user_attrs.get("worker", "none")  # if it was killed as it asked
-            with suppress(ConfigError), locked(self.place_of(worker)):
+            with suppress(ConfigError), saving.locked(self.place_of(worker)):
                 self.study.tell(one.number, state=optuna.trial.TrialState.FAIL)
 
     def _ask(self) -> Any:
@@ -357,6 +350,6 @@ class _Search:
             for one in trials
         ]
         content, text = {**results, "budget": budget, "trials": points}, "\n".join(lines)
-        write_text(self.out / "search.json", json.dumps(content, indent=1) + "\n")
+        saving.write_text(self.out / "search.json", json.dumps(content, indent=1) + "\n")
         show_search(points, budget, text, self.out / "search.html")
         return text
