@@ -15,7 +15,7 @@ from mergekit.architecture import ModelArchitecture, WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, InputModelDefinition, MergeConfiguration
 from mergekit.graph import Executor
-from mergekit.io.tasks import GatherTensors, LoaderCache, SaveTensor
+from mergekit.io.tasks import GatherTensors, SaveTensor
 from mergekit.merge import _model_out_config
 from mergekit.merge_methods import MergeMethod
 from mergekit.options import MergeOptions
@@ -37,7 +37,7 @@ from mergekit_ace.files.checkpoints import (
 )
 from mergekit_ace.merge_config import Finding, MergeConfig, layer_lists, safetensors_dtype
 from mergekit_ace.methods.base import TaskVectorMethod, TensorSettings
-from mergekit_ace.methods.storage import model_names
+from mergekit_ace.methods.storage import model_names, tensor_names
 from mergekit_ace.naming import ConfigError, in_bytes, is_counter, layer_of, listed, stack_size
 
 Treatment = Literal["base", "merge", "error"]  # of tensors that mergekit does not plan
@@ -248,7 +248,8 @@ class HeaderPlanner(MergePlanner):
         """
         models = models[: len(weights_in)]  # heads go by the first of slices, which may have more
         weights = dict(zip(models, weights_in, strict=False))
-        if weight.optional and not any(map(_is_stored, models, weights_in)):
+        names = ((m, n) for m, w in weights.items() for n in (w.name, *(w.aliases or ())))
+        if weight.optional and not any(name in tensor_names(model) for model, name in names):
             return
         headers = _stored_headers(weights, self.checkpoints)
         if dtype := self._own_dtype(weight.name, headers):
@@ -316,10 +317,8 @@ class HeaderPlanner(MergePlanner):
         if is_counter(name):
             return "int64"
         stored = {header.dtype for header in headers.values()}
-        if len(stored) != 1:
-            return None
-        dtype = DTYPES.get(next(iter(stored)))
-        if dtype is None:  # which mergekit does not read
+        dtype = DTYPES.get(next(iter(stored))) if len(stored) == 1 else None
+        if dtype is None:  # they differ, or mergekit does not read it
             return None
         own = str(dtype).removeprefix("torch.")
         if own in _WHOLE_NUMBERS:
@@ -331,11 +330,6 @@ class HeaderPlanner(MergePlanner):
         others = (result, *(DTYPES[name] for name in main))
         wider = all(torch.promote_types(other, dtype) != other for other in others)
         return own if wider else None
-
-
-def _is_stored(model: ModelReference, weight: WeightInfo) -> bool:
-    stored = LoaderCache().get(model).index.tensor_paths
-    return any(name in stored for name in (weight.name, *(weight.aliases or ())))
 
 
 def add_unplanned(
