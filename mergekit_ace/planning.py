@@ -180,19 +180,15 @@ def plan_merge(
         said = (said if found["type"] != "value_error" else "") + found["msg"]
         raise ConfigError(said.removeprefix("Value error, ")) from error
     except RuntimeError as error:
-        text, remedy = str(error), ""
+        text = str(error)
         if "Missing required parameter weight" in text and str(copy.base_model) in text:
-            remedy = (
+            text += (
                 f": {config.merge_method} counts the base model among its models; leave "
                 "base_model out, or list it under `models:` with a weight of its own"
             )
         elif "same number of layers" in text and not config.slices:
-            depths = []
-            for model in config.referenced_models():
-                settings = model.config(options.trust_remote_code).get_text_config()
-                depths.append(f"{model} has {getattr(settings, 'num_hidden_layers', 'some')}")
-            remedy = f": {', '.join(depths)} by config.json; remove the one that differs"
-        raise RuntimeError(text + remedy) from error
+            text += "; remove the one that has another num_hidden_layers in its config.json"
+        raise RuntimeError(text) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks]
     saves = [task for task in order if isinstance(task, SaveTensor)]
     return PlannedMerge(
