@@ -95,7 +95,7 @@ def merge_adapters(
         if other := one.other_base(base.model):
             LOG.warning("the adapter %s was trained on %s, not on %s", one.name, other, base)
     headers = dict.fromkeys(network.state_dict(), TensorHeader("F32", (), ""))  # names will do
-    with headers_only([Checkpoint(model, None, headers) for model in (base, *own)]):
+    with headers_only([Checkpoint(model, headers) for model in (base, *own)]):
         plan, tensors = _plan_tensors(config, options, base, own)
         result = _result_config(network, tensors, adapters, rank, base.model)
         with locked(out):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
@@ -27,11 +27,13 @@ from mergekit_ace.files.checkpoints import (
     DTYPES,
     FLOATING,
     GENERATION,
+    TEMPLATES,
     TOKENIZER_CONFIG,
     VOCABULARY_FILES,
     Checkpoint,
     Checkpoints,
     config_donor,
+    find_model_file,
     headers_only,
     json_or_empty,
     lost_model_files,
@@ -320,10 +322,10 @@ def _check_chat_templates(
     """Find a result without a chat template though all experts have one."""
     donor = tokenizer_donor(config)
     speaks = {
-        model: bool(json_or_empty(own.file(TOKENIZER_CONFIG)).get("chat_template"))
-        or any(map(own.file, ("chat_template.jinja", "chat_template.json")))
-        for model, one in checkpoints.items()
-        for own in [Checkpoint(ModelReference(model=model.lora), None, {}) if model.lora else one]
+        model: bool(json_or_empty(find_model_file(own, TOKENIZER_CONFIG)).get("chat_template"))
+        or any(find_model_file(own, name) for name in TEMPLATES)
+        for model in checkpoints
+        for own in [model.lora or model.model]
         if _has_tokenizer(own)
     }
     if not config.chat_template and not speaks.pop(donor, True) and speaks and all(speaks.values()):
@@ -336,14 +338,14 @@ def _check_chat_templates(
 def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find tokens with other numbers, or what keeps mergekit from aligning them."""
     base = config.base_model or next(iter(checkpoints))
-    tokens = {m: _tokens(one) for m, one in checkpoints.items() if m.lora is None or m == base}
+    tokens = {m: _tokens(m.model) for m in checkpoints if m.lora is None or m == base}
     for model, own in tokens.items():
-        if not own and checkpoints[model].file("tokenizer.json"):
+        if not own and find_model_file(model.model, "tokenizer.json"):
             message = f"the tokenizer of {model} is damaged: tokenizer.json cannot be read"
             yield Finding.error(message, "download or save it again")
     aligned = bool(config.tokenizer or config.tokenizer_source)
     for model in dict.fromkeys([base, tokenizer_donor(config)]) if aligned else ():
-        if not _has_tokenizer(checkpoints.get(model) or Checkpoint(model, None, {})):
+        if not _has_tokenizer(model.model):
             yield Finding.error(
                 f"tokenizer: {model} has no tokenizer to begin with",
                 "take the files of its tokenizer into its folder, or remove the lines `tokenizer:`",
@@ -371,17 +373,17 @@ def _check_tokenizers(checkpoints: Checkpoints, config: MergeConfiguration) -> I
             )
 
 
-def _has_tokenizer(checkpoint: Checkpoint) -> bool:
-    return any(map(checkpoint.file, VOCABULARY_FILES))
+def _has_tokenizer(source: ModelPath) -> bool:
+    return any(find_model_file(source, name) for name in VOCABULARY_FILES)
 
 
-def _tokens(checkpoint: Checkpoint) -> dict[str, int]:
+def _tokens(source: ModelPath) -> dict[str, int]:
     """Return the numbers of all tokens; empty without a tokenizer that can be read here."""
-    source, fast = checkpoint.model.model, checkpoint.file("tokenizer.json")
+    fast = find_model_file(source, "tokenizer.json")
     with suppress(Exception):  # of many kinds: a damaged file, a missing library, code of its own
         if fast:
             return Tokenizer.from_file(str(fast)).get_vocab()
-        if _has_tokenizer(checkpoint):
+        if _has_tokenizer(source):
             options: Any = {"revision": source.revision, "trust_remote_code": False}
             options["cache_dir"] = LoaderCache().hf_cache_dir
             return AutoTokenizer.from_pretrained(source.path, **options).get_vocab()
@@ -454,7 +456,7 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
     source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     named: dict[str, list[Any]] = {"base": [base], "union": list(checkpoints)}
     models = named.get(str(source), [source])
-    known = {token for m in models if m in checkpoints for token in _tokens(checkpoints[m])}
+    known = {token for m in models if m in checkpoints for token in _tokens(m.model)}
     tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
     rows = header.shape[aligned.task.output_weight.vocabulary_axis]
     left = tokens + -tokens % (plan.vocabulary_multiple or 1)

@@ -68,14 +68,14 @@ TOKENIZER_FILES = (
     *VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt",
     "chat_template.jinja",
 )  # fmt: skip
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _PROCESSORS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 # Of an earlier result, these would be read as part of one that has none.
 READ_BESIDE = (*TOKENIZER_FILES, GENERATION, *_PROCESSORS, "chat_template.json")
 # What mergekit copies with a tokenizer that it takes as it is.
-_COPIED = (GENERATION, "video_preprocessor_config.json", *_TEMPLATES)
+_COPIED = (GENERATION, "video_preprocessor_config.json", *TEMPLATES)
 
 
 @dataclass(frozen=True)
@@ -233,18 +233,12 @@ def _on_hub(part: ModelPath) -> dict[str, Any]:
     return {"repo_id": part.path, "revision": part.revision, "cache_dir": cache}
 
 
-def hub_file(part: ModelPath, name: str, *, cached: bool = False) -> Path:
-    """Return where a file of a model on the Hub is, once it is downloaded.
-
-    Args:
-        cached: whether one in the cache will do, though the Hub may have a newer one.
-    """
+def hub_file(part: ModelPath, name: str) -> Path:
+    """Return where a file of a model on the Hub is: in the cache, or once it is downloaded."""
     place = {**_on_hub(part), "filename": name}
     try:
         known = huggingface_hub.try_to_load_from_cache(**place)
-        if cached and isinstance(known, str):
-            return Path(known)
-        return Path(huggingface_hub.hf_hub_download(**place))
+        return Path(known if isinstance(known, str) else huggingface_hub.hf_hub_download(**place))
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise unreachable(part, error) from error
 
@@ -288,7 +282,7 @@ def check_references(models: Sequence[ModelReference]) -> None:
         check_reference(model)
         for part, name in ((model.model, "config.json"), (model.lora, "adapter_config.json")):
             if part is not None and not Path(part.path).is_dir():
-                hub_file(part, name, cached=True)
+                hub_file(part, name)
 
 
 @dataclass(frozen=True)
@@ -296,20 +290,13 @@ class Checkpoint:
     """One model without its weights."""
 
     model: ModelReference  # the headers of an adapter's are those of its base
-    folder: Path | None  # where its files are; None on the Hub
     headers: Mapping[str, TensorHeader]
     quantised: str = ""  # method of what is dequantised when read: headers are of the result
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`; empty where there is none."""
-        return json_or_empty(self.file("config.json"))
-
-    def file(self, name: str) -> Path | None:
-        """Return where a small file lies, fetched from the Hub if need be; None without one."""
-        if self.folder is not None and (self.folder / name).is_file():
-            return self.folder / name
-        return find_model_file(self.model.model, name)  # not every file of the Hub is in its cache
+        return json_or_empty(find_model_file(self.model.model, "config.json"))
 
     @property
     def bytes(self) -> int:
@@ -350,7 +337,7 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
     else:
         with suppress(Exception):  # a snapshot in the cache may lack files
             here = huggingface_hub.snapshot_download(**_on_hub(model.model), local_files_only=True)
-            folder, headers = Path(here), read_headers(Path(here))
+            headers = read_headers(Path(here))
     if headers is None:
         try:
             revision = model.model.revision
@@ -362,7 +349,7 @@ def read_checkpoint(model: ModelReference) -> Checkpoint:
             for file, content in metadata.files_metadata.items()
             for name, info in content.tensors.items()
         }
-    checkpoint = Checkpoint(model, folder, headers)
+    checkpoint = Checkpoint(model, headers)
     if found := find_quantisation(checkpoint.config, headers):
         return replace(checkpoint, headers=found.headers(headers), quantised=found.method)
     return checkpoint
@@ -431,9 +418,9 @@ def add_model_files(
     missing = _missing_files(config, present, find)
     settings = folder / TOKENIZER_CONFIG
     own = json_or_empty(settings).get("chat_template") or config.chat_template
-    if settings.is_file() and not own and present.isdisjoint(_TEMPLATES):
+    if settings.is_file() and not own and present.isdisjoint(TEMPLATES):
         speaker = tokenizer_donor(config)
-        templates = {name: find(speaker.model, name) for name in _TEMPLATES}
+        templates = {name: find(speaker.model, name) for name in TEMPLATES}
         missing |= {name: (speaker, path) for name, path in templates.items() if path}
     for name, (_, source) in missing.items():
         shutil.copyfile(source, folder / name)
