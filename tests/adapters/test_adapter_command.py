@@ -149,7 +149,6 @@ def test_what_is_no_adapter_of_the_base(own, tmp_path):
         ("linear", {"weight": 0.2, "normalize": False}, ["sum to 0.6", "the base itself"]),
         ("karcher", {}, ["makes no adapter", "mergekit-ace merge"]),
         ("wudi", {}, ["merge_method: wudi makes no adapter: "]),
-        ("ace", {"epsilon": -1}, ["epsilon"]),
         ("ace", {"layout": [{"filter": "no_such_part", "value": "matrix"}]}, ["no_such_part"]),
         ("ace", {"epsilom": 1e-3}, ["'epsilom'", "did you mean 'epsilon'"]),
     ],

@@ -145,7 +145,6 @@ ERRORS: list[tuple] = [
     (GPTQ, "remove quantization_config"),
     (retyped("", torch.int8), "expert0 is stored as I8, which cannot be"),
     (retyped(UP, torch.float8_e4m3fn), "1 tensors in F8_E4M3"),
-    (retyped(UP, torch.uint8), merge_of(dtype=None), "expert0 has 1 tensors in U8"),
     # Tensors that not all models have.
     (removed(NORM), "expert0 lacks 1 of 21"),
     (added(*ALL, vision__weight=torch.ones(9, 32)), "vision.weight"),

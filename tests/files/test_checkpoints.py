@@ -110,7 +110,6 @@ def sharded(edit: Callable[[Path, dict], object] = lambda folder, places: None) 
 
 
 CODE = b"cposix\nsystem\n(S'touch executed'\ntR."
-PICKLED = b'{"weight_map": {"model.layers.0.mlp.up_proj.weight": "shard.bin"}}'
 PICKLE = "a .bin is a pickle, which may hold code; load it by transformers"
 NO_TENSORS = struct.pack("<Q", 2) + b"{}"
 DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
@@ -126,10 +125,6 @@ DAMAGED: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("it is an adapter", "write BASE+"),
     ),
     "pickle": (without_weights(pytorch_model__bin=CODE), ("pytorch_model.bin", PICKLE)),
-    "pickle with an index": (
-        without_weights(shard__bin=CODE, pytorch_model__bin__index__json=PICKLED),
-        ("pytorch_model.bin.index.json", PICKLE),
-    ),
     "no config": (lambda f: (f / "config.json").unlink(), ("expert0/config.json", "is missing")),
     "config without JSON": (replace("config.json", "{'a': 1"), ("config.json", "no JSON", AGAIN)),
     "config of wrong types": (

@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 import re
 import resource
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from checkpoints import ace_config
@@ -23,12 +21,6 @@ def own(tmp_path) -> tuple[Path, Path]:
     """A config of models that a test may damage, and the largest file of an expert."""
     config = write_config(tmp_path / "merge.yml", ace_config(save_llamas(tmp_path)))
     return config, max(Path(tmp_path, "expert1").glob("*.safetensors"))
-
-
-def test_a_full_disk_is_known_before(llamas, merge, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    text = merge(ace_config(llamas), *SHARDS, fails=True)
-    assert "needs 0.0 GB more, and its disk has 0.0 GB free" in text
 
 
 def test_a_file_that_cannot_be_written(tmp_path, llamas, merge):

@@ -208,9 +208,7 @@ def test_a_missing_extra_and_a_full_gpu_have_remedies(config, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"merges": ["none"]}, "none"),
         ({"merges": ["a", "a"]}, "`merges` has a twice"),
-        ({"models": [{"model": "a", "tasks": ["t", "t"]}]}, "`tasks` has t twice"),
         ({"merges": ["a/m.yml", "b/m.yml"]}, "two merge configs have one file name"),
         ({"models": [{"model": "org/keep"}]}, "an expert is called keep"),
         ({"models": [{"model": "a/law"}], "merges": ["law"]}, "an expert is called law"),

@@ -164,7 +164,6 @@ def test_processes_share_a_study_and_one_is_killed(settings, tmp_path, monkeypat
         assert time.monotonic() < deadline
         assert other.poll() is None
         time.sleep(0.2)
-    assert done(out)
     assert "another run is writing to" in run(settings, out, "--overwrite", fails=True)
     assert done(out)
     usual, calls = module.sequence_losses, []

@@ -49,7 +49,6 @@ WRONG = [
     ({"learner.statistics": ["mean", "mean"]}, "statistics must be different ones of mean"),
     ({"models": []}, "at least 1 item"),
     ({"models.0.data.text": "t"}, "give one of the columns text, prompt, messages and image"),
-    ({"models.0.data.prompt": None}, "give one of the columns"),
     ({"models.1.data.completion": "c"}, "completion goes with prompt"),
     ({"models.1.task": "org/math"}, "two experts are called 'org/math'"),
     ({"models.1.data": None}, "org/code has no data: add samples of what it is for"),
