@@ -131,9 +131,9 @@ def read_once(read: Callable[[str], T], count: int = 8) -> Callable[[str], T]:
 
 
 def file_states(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Return size and time of change of every file at or below `paths`."""
+    """Return size and time of change of every file at or below `paths`, in order of their names."""
     states = {}
-    for path in map(Path, map(os.path.expanduser, paths)):
+    for path in sorted(map(Path, map(os.path.expanduser, paths))):
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.is_file():
                 status = file.stat()

@@ -102,7 +102,7 @@ class Scoring:
     def measure(self, merges: Sequence[str]) -> None:
         """Measure whatever is missing; experts first, since they may write the texts."""
         self.out.mkdir(parents=True, exist_ok=True)
-        # any mistake in them is told before it merges
+        # files and columns that are missing are told before it merges
         self._rows = {exam: _held_out(data) for exam, data in self.exams.items() if data}
         self._write({"measured": self._known})  # the folder is ours from now on
         made, trust = list[str | ModelReference](merges), self.config.trust_remote_code
@@ -255,7 +255,9 @@ def sequence_losses(
                 losses[place] = float(own.double().sum()), len(own)
             bar.update(len(places))
     if not all(math.isfinite(loss) for loss, _ in losses):
-        raise ConfigError(f"{title}: the model answers NaN or Inf; its merge has failed")
+        raise ConfigError(
+            f"{title}: the model answers NaN or Inf; it is damaged, or its merge failed"
+        )
     return losses
 
 

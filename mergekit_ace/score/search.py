@@ -48,12 +48,12 @@ def run_search(
 ) -> str:  # fmt: skip
     """Search merges; `out` gets study and best merge. A `ConfigError` names what is wrong."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = _Search(config, score, out, quiet)
     out.mkdir(parents=True, exist_ok=True)
     if {path.name for path in out.iterdir()} - {LOCK} and not (out / STUDY).exists():
         raise ConfigError(f"{out} holds other things than a search; give another folder")
     with warnings.catch_warnings(), explained_memory(score.base_model):
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        search = _Search(config, score, out, quiet)
         with ExitStack() as working:
             with FileLock(out / LOCK):
                 search.claim(overwrite)

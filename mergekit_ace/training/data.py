@@ -90,6 +90,8 @@ def _read(config: DataConfig, split: str) -> Dataset:
             data = load_dataset(where, config.name, split=split)
     except Exception as error:  # of many kinds, from readers, the file system and the Hub
         cause = error.__cause__ or error  # `datasets` often says no more than that it failed
+        if isinstance(cause, StopIteration):
+            raise ConfigError(f"{whose} has no rows") from error
         raise ConfigError(f"{whose} cannot be read: {type(cause).__name__}: {cause}") from error
     missing = sorted(set(config.columns.values()) - set(data.column_names))
     if missing or len(data) == 0:

@@ -58,9 +58,16 @@ def test_settings_that_change_nothing(made, folder, monkeypatch, values):
 
 
 def test_a_bin_file_is_not_opened(folder):
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+
+    class Harm:
+        def __reduce__(self):
+            return (Path.touch, (folder / "harm",))
+
+    torch.save({"x": Harm()}, folder / "adapter_model.bin")
     with pytest.raises(FileError, match=r"adapter_model\.bin"):
         read(folder)
+    assert not (folder / "harm").exists()
 
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -62,6 +62,7 @@ def test_a_config_of_another_kind_is_told_as_such(here, name):
         elif (name, kind) == ("distill", "train"):  # which has some of its settings
             told = "there is no `teacher:`"
         assert (told in said) == (kind not in taken), said
+        assert told not in said or "there is no setting" not in said
     assert not list(Path("out").glob("*"))
 
 

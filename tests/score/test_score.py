@@ -18,6 +18,7 @@ from families import tokenizer, write_rows
 from peft_models import train_by_chance
 from transformers import AutoModelForCausalLM
 
+from mergekit_ace.files.saving import file_states
 from mergekit_ace.score import score as module
 from mergekit_ace.score.results import forgot, kept
 
@@ -252,3 +253,11 @@ def test_errors_of_figures_are_those_of_many_samples():
     for figures in ([kept(*one) for one in repeated], rises):
         spread, expected = np.std([f.value for f in figures]), np.mean([f.error for f in figures])
         assert spread == pytest.approx(expected, rel=0.15)
+
+
+def test_the_order_of_paths_does_not_count(tmp_path):
+    """It differs from one process to the next where they come from a set."""
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        Path(path).touch()
+    assert [*file_states(paths[::-1])] == paths

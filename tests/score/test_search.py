@@ -264,6 +264,7 @@ def test_mistakes_are_named(settings, merge_config, change, said, tmp_path):
     if "merge" in change:
         change = {"merge": merge_config(change["merge"])}
     assert said in run(settings | change, tmp_path / "best", fails=True).replace("\n", " ")
+    assert not (tmp_path / "best" / module.LOCK).exists()
 
 
 def test_other_mistakes_are_named(config, settings, merge_config, tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "settings", "message"),
     [
-        ("d.jsonl", "", {}, r"d\.jsonl .* cannot be read: "),
+        ("d.jsonl", "", {}, r"d\.jsonl .* has no rows"),
         ("d.jsonl", '{"text": "the same"}\n' * 20, {}, "too few different rows"),
         ("d.jsonl", '{"body": "x"}\n' * 5, {}, "no column text; it has body"),
         ("d.jsonl", '{"text": "x"}\n', {"test_split": "a"}, r"is one split; leave out"),
