@@ -52,3 +52,4 @@ def deltas_of(base: Tensor, experts: list[Tensor]) -> list[Tensor]:
 
 
 HETEROGENEOUS = [0.1, 1.0, 10.0]
+REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}

@@ -21,7 +21,7 @@ from coefficient_files import make_file
 from commands import command
 from covering import covered
 from imitated_gpu import GPU, imitated_gpu
-from matrices import HETEROGENEOUS, family, merge_matrix
+from matrices import HETEROGENEOUS, REFINED, family, merge_matrix
 from measured_files import Kind, needs_statistics, random_covariance, write_statistics
 from mergekit.merge_methods import merge_tensors
 from reference import naive_ace, task_vector_error
@@ -178,7 +178,6 @@ def test_full_devices(monkeypatch, caplog, tmp_path, method):
 REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 FLAGS = [["--cuda"], ["--cuda", "--read-to-gpu"], ["--cuda", "--low-cpu-memory"], ["--multi-gpu"]]
 LARGE = pytest.mark.parametrize("shape", [(400, 3000), (1600, 1500), (3000, 800)])
-REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 
 
 @REAL

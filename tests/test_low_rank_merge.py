@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrices import dense
+from matrices import REFINED, dense
 from mergekit import merge_methods
 
 from mergekit_ace.algebra.low_rank import LowRank
@@ -60,7 +60,6 @@ def family(shape=(40, 56), ranks=(3, 5, 2), stack=()):
     return [low_rank(shape, rank, seed, scale, stack) for rank, seed, scale in given]
 
 
-REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 CASES = {
     "ace": [
         {},

@@ -112,17 +112,6 @@ def test_what_is_no_matrix_gets_the_mean(rng, method):
         torch.testing.assert_close(merge(method, base, members), expected, rtol=0, atol=1e-12)
 
 
-@every_row
-def test_layouts(rng, row):
-    """Of a stack that is stored transposed each matrix is merged for itself; it has strides."""
-    method, parameters, _ = MATRIX_METHODS[row]
-    families = [family(rng, 9, 8, 2, noise=0.3) for _ in range(2)]
-    stored = [torch.stack(pair).mT for pair in zip(*([b, *e] for b, e in families), strict=True)]
-    merged = merge(method, stored[0], stored[1:], layout="transposed", **parameters).mT
-    for got, (base, experts) in zip(merged, families, strict=True):
-        torch.testing.assert_close(got, merge(method, base, experts, **parameters))
-
-
 def test_wudi_by_adam(rng):
     base, members = family(rng, 12, 10, 3, noise=0.3)
     expected = base.double() + naive.naive_wudi_adam(deltas_of(base, members), 40, 1e-2)
@@ -234,10 +223,6 @@ def test_where_nothing_was_measured_is_the_mean(rng, tmp_path, method):
     path = written(tmp_path, method, measurements(rng, method, 2), ("v",))
     expected, given = naive_mean(base, experts), {"name": "v", "statistics": path}
     assert task_vector_error(merge(method, base, experts, **given), expected, base) <= 1e-5
-    layout = {"layout": "stacked"} if method == "regmean" else {}
-    stacked, *stacks = (torch.stack([t, t]) for t in (base, *experts))
-    merged = merge(method, stacked, stacks, **given, **layout)
-    assert task_vector_error(merged[1], expected, base) <= 1e-5
 
 
 @both

@@ -72,7 +72,6 @@ def test_options_in_python_are_parameters_of_configs():
         # a config may come from anybody
         ("r.jsonl", b"alias ll='ls -l'\n", "is no report, and lines would be appended"),
         ("", None, "not the name"),
-        (".", None, "not the name"),
         ("a/b", None, "no folder"),
     ],
 )

@@ -34,7 +34,6 @@ def merge(report) -> Callable[..., dict]:
 @pytest.mark.parametrize(
     ("method", "parameters", "recorded"),
     [
-        ("tsv_m", {}, {}),
         ("wudi", {"solver": "exact"}, {}),
         ("consensus_ta", {"mask_threshold": 0.0, "consensus": 3}, {}),
         ("lines", {"alpha": 0.5}, {"coefficients": [0.5] * 3}),

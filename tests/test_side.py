@@ -7,14 +7,13 @@ import json
 
 import pytest
 import torch
-from matrices import family
+from matrices import REFINED, family
 from mergekit.common import ModelReference
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from reference import naive_plus, task_vector_error
 from torch import Tensor
 
 METHODS = pytest.mark.parametrize("method", ["ace", "ace_plus"])
-REFINED = {"adaptive_normalization": "always", "spectral_refinement": "always"}
 WEIGHTED = {"weight": [1.0, 2.0, 0.5], "lambda": 0.7}
 ADAPTERS = ["base+one", "base+two", "base+three"]
 

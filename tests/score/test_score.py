@@ -75,6 +75,8 @@ def test_it_goes_on_where_it_stopped(config, tmp_path, monkeypatch):
     score(config, tmp_path / "scores", fails=True)
     score(config, tmp_path / "scores")
     assert len(loaded) == 1 + len(set(loaded)), "only what was stopped is measured again"
+    paths = [module.__file__, __file__]
+    assert [*file_states(paths)] == [*file_states(paths[::-1])]
     whole = content(tmp_path / "scores")
     score(config, tmp_path / "scores")
     assert len(loaded) == 1 + len(set(loaded))
@@ -253,11 +255,3 @@ def test_errors_of_figures_are_those_of_many_samples():
     for figures in ([kept(*one) for one in repeated], rises):
         spread, expected = np.std([f.value for f in figures]), np.mean([f.error for f in figures])
         assert spread == pytest.approx(expected, rel=0.15)
-
-
-def test_the_order_of_paths_does_not_count(tmp_path):
-    """It differs from one process to the next where they come from a set."""
-    paths = [str(tmp_path / name) for name in "ab"]
-    for path in paths:
-        Path(path).touch()
-    assert [*file_states(paths[::-1])] == paths
