@@ -127,17 +127,17 @@ def run_calibration(
             raise ConfigError(f"{out} holds something else than a model; give another folder")
         if not overwrite:
             raise occupied(out, "a model")
-    partial = out.with_name(out.name + ".partial")
+    # the former result is kept until the new one is there
+    partial, former = (out.with_name(out.name + end) for end in (".partial", ".former"))
     names = (config.merged_model, config.base_model, *(one.model for one in config.models))
     data = [one.path for _, one in config.sources if one is not None]
-    check_apart([*models.model_paths(filter(None, names)), *data], [out, partial])
+    check_apart([*models.model_paths(filter(None, names)), *data], [out, partial, former])
     with locked(partial):
         work = partial / "work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
             _calibrate(config, work, quiet)
-            former = out.with_name(out.name + ".former")  # there until the result is
             shutil.rmtree(former, ignore_errors=True)
             if out.exists():
                 os.replace(out, former)
