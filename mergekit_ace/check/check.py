@@ -145,8 +145,8 @@ def check_merge(
                 text = str(error) or type(error).__name__
                 if isinstance(error, KeyError):  # mergekit looks a module up
                     text = f"the architecture has no part {text}; most have one, called `default`"
-                told = strict and text.startswith("Unimplemented merge method")  # by `check_file`
-                findings += [] if told else [Finding.error(text)]
+                if not (strict and text.startswith("Unimplemented merge method")):
+                    findings.append(Finding.error(text))  # that one `check_file` has told
     if plan is not None and strict:
         estimate = estimate_merge(plan, checkpoints)
         findings += _check_tensors(plan.tensors, checkpoints)
