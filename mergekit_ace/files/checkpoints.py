@@ -22,7 +22,6 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub import constants
 from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mergekit.architecture import WeightInfo
@@ -247,9 +246,9 @@ def downloaded(part: ModelPath, patterns: Sequence[str]) -> Path:
     """Return the folder of a model, downloaded if it is none here; offline, from the cache."""
     if folder := existing_folder(part.path):
         return folder
-    wanted: Any = patterns
     try:
-        return Path(huggingface_hub.snapshot_download(**_on_hub(part), allow_patterns=wanted))
+        wanted = {**_on_hub(part), "allow_patterns": [*patterns]}
+        return Path(huggingface_hub.snapshot_download(**wanted))
     except Exception as error:  # of many kinds: no such model, no access, no network
         raise unreachable(part, error) from error
 
@@ -331,19 +330,18 @@ Checkpoints = Mapping[ModelReference, Checkpoint]
 def read_checkpoint(model: ModelReference) -> Checkpoint:
     """Read the headers of a model, wherever it is; no weight is read or downloaded."""
     check_reference(model)  # first: mergekit opens single files without saying which is damaged
-    name, headers = model.model.path, None
-    if folder := existing_folder(name):
+    part, headers = model.model, None
+    if folder := existing_folder(part.path):
         headers = read_headers(folder)
     else:
         with suppress(Exception):  # a snapshot in the cache may lack files
-            here = huggingface_hub.snapshot_download(**_on_hub(model.model), local_files_only=True)
+            here = huggingface_hub.snapshot_download(**_on_hub(part), local_files_only=True)
             headers = read_headers(Path(here))
     if headers is None:
         try:
-            revision = model.model.revision
-            metadata = huggingface_hub.get_safetensors_metadata(name, revision=revision)
+            metadata = huggingface_hub.get_safetensors_metadata(part.path, revision=part.revision)
         except Exception as error:
-            raise unreachable(model.model, error) from error
+            raise unreachable(part, error) from error
         headers = {
             name: TensorHeader(info.dtype, tuple(info.shape), file)
             for file, content in metadata.files_metadata.items()
@@ -401,7 +399,7 @@ def find_model_file(model: ModelPath, name: str, *, beside: Path = Path()) -> Pa
     try:
         return hub_file(model, name)
     except FileError as error:
-        if constants.HF_HUB_OFFLINE or isinstance(error.__cause__, _ABSENT):
+        if huggingface_hub.constants.HF_HUB_OFFLINE or isinstance(error.__cause__, _ABSENT):
             return None
         raise  # without a network, say, nobody knows
 
