@@ -171,8 +171,10 @@ def _calibrate(config: CalibrateConfig, work: Path, quiet: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start, way = merge, ""
     if base is not None:
-        compared = zip(experts, map(comparison_batch, samples[:-1]), strict=True)
-        scale, share, before = choose_scale(skeleton, base, merge, list(compared), device)
+        medium = [own[len(own) // 2 :] for own in samples[:-1]]  # of all by their lengths
+        few = [own[: max(1, COMPARED // len(own[0]["input_ids"]))] for own in medium]
+        compared = list(zip(experts, map(KIND.collate, few), strict=True))
+        scale, share, before = choose_scale(skeleton, base, merge, compared, device)
         start = scaled_weights(base, merge, scale)
         way = (
             f"On its texts, the merge goes {before:.2f} of the way from the base to an expert, and "
@@ -250,12 +252,6 @@ def _read_texts(
     for reader in readers:
         check_tokens(samples, data, reader.folder, len(reader[TABLE]))
     return sorted(samples, key=lambda one: len(one["input_ids"]), reverse=True)
-
-
-def comparison_batch(samples: Sequence[tasks.Example]) -> tasks.Batch:
-    """Return samples of medium length, of all by their lengths."""
-    medium = samples[len(samples) // 2 :]
-    return KIND.collate(medium[: max(1, COMPARED // len(medium[0]["input_ids"]))])
 
 
 def _card_section(
