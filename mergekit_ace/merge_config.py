@@ -239,8 +239,7 @@ def check_file(path: Path) -> tuple[MergeConfig | None, list[Finding]]:
     except ConfigError as error:
         findings = [Finding.error(str(error))]
         with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
-            if " is a config for " not in str(error):
-                findings += _check_keys(read_yaml(path)[0])
+            findings += _check_keys({} if " is a config for " in str(error) else read_yaml(path)[0])
         return None, findings
     return config, [*check_config(config)]
 

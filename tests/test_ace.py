@@ -194,7 +194,6 @@ MATRIX, NAN = torch.eye(3), torch.full((3, 3), float("nan"))
         ([], {}, ValueError, "give at least one expert"),
         ([MATRIX, MATRIX[:2]], {}, ValueError, r"expert 1 has the shape \(2, 3\), but the base"),
         ([MATRIX + 1, NAN], {}, ValueError, "expert 1 contains NaN or Inf"),
-        ([MATRIX + 1], {"weights": [1.0, 2.0]}, ValueError, r"1 experts, and the weights \[1"),
         ([MATRIX + 1], {"weights": [-1.0]}, ValueError, r"finite weight for each, .* \[-1"),
         ([MATRIX + 1], {"coefficients": [1.0]}, ValueError, "and a last one for the refinement"),
         ([MATRIX + 1], {"coefficients": [1.0, math.nan]}, ValueError, r"coefficients \[1.0, nan"),
