@@ -69,7 +69,6 @@ def test_options_in_python_are_parameters_of_configs():
         ("r.jsonl", b"", ""),
         ("r.jsonl", b'{"tensor": "a"}\n', ""),
         ("r.jsonl", b'{"tens', ""),  # what a kill has left
-        # a config may come from anybody
         ("r.jsonl", b"alias ll='ls -l'\n", "is no report, and lines would be appended"),
         ("", None, "not the name"),
         ("a/b", None, "no folder"),
