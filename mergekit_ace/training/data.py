@@ -97,9 +97,6 @@ def _read(config: DataConfig, split: str) -> Dataset:
     if missing or len(data) == 0:
         what = f"no column {', '.join(missing)}; it has {', '.join(data.column_names)}"
         raise ConfigError(f"{whose} has {what if missing else 'no rows'}")
-    for column in config.columns.values():
-        if empty := data.data.column(column).null_count:
-            raise ConfigError(f"{whose} has no {column} in {empty} rows; remove them")
     return data
 
 

@@ -76,7 +76,6 @@ def test_named_splits_are_limited_by_held_out(tmp_path):
         ("d.jsonl", "", {}, r"d\.jsonl .* has no rows"),
         ("d.jsonl", '{"text": "the same"}\n' * 20, {}, "too few different rows"),
         ("d.jsonl", '{"body": "x"}\n' * 5, {}, "no column text; it has body"),
-        ("d.jsonl", '{"text": "x"}\n{"text": null}', {}, "no text in 1 rows; remove"),
         ("d.jsonl", '{"text": "x"}\n', {"test_split": "a"}, r"is one split; leave out"),
         ("d.jsonl", None, {}, r"cannot be read: FileNotFoundError: Unable to find .*d\.jsonl"),
         ("d.jsonl", '{"text": ', {}, r"d\.jsonl .* cannot be read: .*JSON"),
