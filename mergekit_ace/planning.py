@@ -187,7 +187,11 @@ def plan_merge(
                 "base_model out, or list it under `models:` with a weight of its own"
             )
         elif "same number of layers" in text and not config.slices:
-            text += "; remove the one that has another num_hidden_layers in its config.json"
+            depths = []
+            for model in config.referenced_models():
+                settings = model.config(options.trust_remote_code).get_text_config()
+                depths.append(f"{model} has {getattr(settings, 'num_hidden_layers', 'some')}")
+            text += f": {', '.join(depths)} by config.json; remove the one that differs"
         raise RuntimeError(text) from error
     order = [handle.task() for handle in Executor(targets).schedule.tasks]
     saves = [task for task in order if isinstance(task, SaveTensor)]

@@ -88,7 +88,9 @@ def naive_ace(
         excess = float(x.square().sum()) / total / 0.95
         if epsilon_scale != "spectrum" or excess <= 1:
             break
-        eps = [e * excess ** (2 * min(1, max(0, 2 * log_variance - 1))) for e in eps]
+        numbers = torch.tensor([logs, w], dtype=torch.float64)
+        spread = float(torch.cov(numbers[0], aweights=numbers[1]))
+        eps = [e * excess ** (2 * min(1, max(0, 2 * spread - 1))) for e in eps]
     chosen = sum(a * ct @ r @ inverse for a, ct, r in zip(own, used, ridged, strict=True))
     k = int(rank_fraction * min(o, i))
     if refine and k > 0:

@@ -42,7 +42,6 @@ def test_what_is_said_of_a_method(method):
 def test_words_for_what_is_allowed():
     text = command("methods", "wudi")
     assert "`solver`: adam; one of adam, exact. " in text
-    assert "tsv_m" not in text
     assert "`weight`: 1.0; a number, 0 or greater; per expert. " in command("methods", "ace")
     unknown = command("methods", "acee", fails=True)
     assert "no method 'acee' here; there are ace, ace_plus" in unknown

@@ -117,7 +117,7 @@ def orthogonal_sum(base: Tensor, active: ActiveExperts, dtype: torch.dtype) -> T
     square = reduce(Tensor.add_, (gram(block.mT).double() for _, block in projected()))
     values = square.diagonal().sqrt().view(len(sizes), -1)
     weights, given = active.relative_weights, active.coefficients
-    numbers = zip(rounding_floors(base, active), given, weights, sizes, strict=True)
+    numbers = zip(rounding_floors(active), given, weights, sizes, strict=True)
     floors, factors = as_vector([[f / size, a * w * size] for f, a, w, size in numbers], values).mT
     weakest = WEAKEST[dtype]
     least = torch.maximum(weakest * values.amax(dim=1), floors)[:, None]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,6 @@ from mergekit_ace.algebra.task_vectors import (
     IllConditionedError,
     MatrixRecord,
     form_stack,
-    measure_heterogeneity,
 )
 
 # Entries of all task vectors of a matrix that are in memory at once: 1 GiB in float32.
@@ -167,9 +167,9 @@ def merge_by_ridge(
     typical = (max(active.tau) / base.numel()) ** 0.5
     narrow = active.dtype == torch.float32 and low < typical < high
     experts = [active.experts[t] for t in problem.experts]
-    pairs = zip(active.relative_weights, active.tau, strict=True)
-    total = sum(weight * tau for weight, tau in pairs)
-    spread = min(1.0, max(0.0, 2 * measure_heterogeneity(active.tau)[1] - 1))
+    weights, tau = active.relative_weights, active.tau
+    total = sum(weight * one for weight, one in zip(weights, tau, strict=True))
+    spread = min(1.0, max(0.0, 2 * float(np.cov(np.log(tau), aweights=weights)) - 1))
     coefficients = [active.coefficients[t] for t in problem.experts]
     raised, dtype = problem, torch.float32 if narrow else torch.float64
     vectors = CentredVectors(base, experts, dtype, problem.centred)
@@ -195,7 +195,7 @@ def merge_by_ridge(
     record = active.record(
         epsilon=active.spread(ridges, None) if len(ridges) == len(active.experts) else None,
         ridge=ridge * active.shape[1] / trace if trace else None,
-        amplification=whole**2 / total,
+        amplification=whole**2 / sum(active.tau),
         mix=problem.mix,
         **known,
     )
@@ -217,8 +217,9 @@ def _closed_form(
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if coefficients != ones:
-        merged, _, _ = solver(replace(problem, rank=0), vectors, coefficients)
+        merged, _, part = solver(replace(problem, rank=0), vectors, coefficients)
         own = torch.linalg.vector_norm(merged)
+        numbers = numbers if problem.rank or problem.sizes else part
     numbers = [strength.to(merged.dtype), size, own, *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)

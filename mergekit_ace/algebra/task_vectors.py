@@ -70,7 +70,7 @@ class MatrixRecord:
     refined: bool | None = None
     epsilon: tuple[float | None, ...] | None = None  # ε_t of Eqs. 9-10 times w_t
     ridge: float | None = None  # ε̄ = Σ ε_t in mean eigenvalues of Σ S_t
-    amplification: float | None = None  # ‖X‖² / Σ_t w_t ‖Δ_t‖² of the closed form, max w = 1
+    amplification: float | None = None  # ‖X‖² / Σ_t ‖Δ_t‖² of the closed form
     rank: int | None = None  # k of the refinement
     sigma_iso: float | None = None  # its strength
     mix: float | None = None  # share of measured covariances
@@ -233,7 +233,7 @@ def is_base_rounded(expert: Tensor, base: Tensor, tau: float, size: float) -> bo
     return False
 
 
-def rounding_floors(base: Tensor, active: ActiveExperts) -> tuple[float, ...]:
+def rounding_floors(active: ActiveExperts) -> tuple[float, ...]:
     """Return what singular values do not exceed that float32's rounding of weights alone has made.
 
     Independent entries of standard deviation s have none above s (√o + √i), but for chance. The

@@ -127,23 +127,23 @@ def run_calibration(
             raise ConfigError(f"{out} holds something else than a model; give another folder")
         if not overwrite:
             raise occupied(out, "a model")
-    # the former result is kept until the new one is there
-    partial, former = (out.with_name(out.name + end) for end in (".partial", ".former"))
+    partial = out.with_name(out.name + ".partial")
+    work, former = partial / "work", partial / "former"  # the latter until the new one is there
     names = (config.merged_model, config.base_model, *(one.model for one in config.models))
     data = [one.path for _, one in config.sources if one is not None]
-    check_apart([*models.model_paths(filter(None, names)), *data], [out, partial, former])
+    check_apart([*models.model_paths(filter(None, names)), *data], [out, partial])
     with locked(partial):
-        work = partial / "work"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         try:
             _calibrate(config, work, quiet)
-            shutil.rmtree(former, ignore_errors=True)
             if out.exists():
+                shutil.rmtree(former, ignore_errors=True)
                 os.replace(out, former)
             os.replace(work / "result", out)
-            shutil.rmtree(former, ignore_errors=True)
         finally:
+            if former.exists() and not out.exists():
+                os.replace(former, out)
             shutil.rmtree(partial, ignore_errors=True)
 
 

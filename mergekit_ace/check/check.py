@@ -460,7 +460,7 @@ def _check_padding(plan: PlannedMerge, checkpoints: Checkpoints) -> Iterator[Fin
     tokens = len(known.union((config.tokenizer and config.tokenizer.tokens) or ()))
     rows = header.shape[aligned.task.output_weight.vocabulary_axis]
     left = tokens + -tokens % (plan.vocabulary_multiple or 1)
-    if known and tokens <= rows != left:
+    if known and tokens <= rows and (left < rows or rows < (plan.vocabulary_multiple or 0)):
         yield Finding.warning(
             f"{aligned.name} has {rows} rows in {base}, and {left} in the result, whose tokenizer "
             f"has {tokens} tokens: other rows are padding",

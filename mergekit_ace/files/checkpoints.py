@@ -22,7 +22,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub import errors as hub
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelPath, ModelReference
@@ -53,8 +53,8 @@ _CONVERT = (
 )
 _LFS_POINTER = b"version https://git-lfs.github.com/spec"
 _WEB_PAGES = (b"<!doctype html", b"<html", b"<?xml")
-# By these, the Hub says that there is no such file, or no such model.
-_ABSENT = (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError)
+# By these, the Hub says that there is no such file, or no such model for us.
+_ABSENT = (hub.RemoteEntryNotFoundError, hub.RepositoryNotFoundError)
 GENERATION = "generation_config.json"
 MORE_TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -389,9 +389,10 @@ def tokenizer_donor(config: MergeConfiguration) -> ModelReference:
 
 
 def find_model_file(model: ModelPath, name: str, *, beside: Path = Path()) -> Path | None:
-    """Return where a small file of a model lies; None where it has none, or offline.
+    """Return where a small file of a model lies; None where it has none, as far as can be known.
 
-    Relative names are looked for in `beside`, too.
+    Relative names are looked for in `beside`, too. Without a network, what the cache lacks is not
+    there; a `FileError` says that the Hub refused to answer.
     """
     for folder in (Path(model.path).expanduser(), beside / model.path):
         if folder.is_dir():
@@ -399,9 +400,11 @@ def find_model_file(model: ModelPath, name: str, *, beside: Path = Path()) -> Pa
     try:
         return hub_file(model, name)
     except FileError as error:
-        if huggingface_hub.constants.HF_HUB_OFFLINE or isinstance(error.__cause__, _ABSENT):
-            return None
-        raise  # without a network, say, nobody knows
+        cause: Any = error.__cause__
+        refused = any(isinstance(one, hub.HfHubHTTPError) for one in (cause, cause.__cause__))
+        if refused and not isinstance(cause, _ABSENT):  # it was asked too often, say
+            raise
+        return None
 
 
 def add_model_files(

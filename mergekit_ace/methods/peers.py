@@ -82,7 +82,7 @@ class TaskMatrices:
     @property
     def floors(self) -> tuple[float, ...]:
         """What singular values of the rounding of W_t do not exceed."""
-        return rounding_floors(self.base, self.active)
+        return rounding_floors(self.active)
 
     def total(self) -> Tensor:
         """Return Σ_t Δ_t in new memory."""

@@ -92,7 +92,7 @@ class _Search:
         files = [*self.config.merge, *model_paths(models), *merged, *data]
         if overwrite:
             saving.check_apart(files, [self.out])
-            for place in self.place_of("").glob("*"):
+            for place in filter(Path.is_dir, self.place_of("").glob("*")):
                 with saving.locked(place):  # else its process is at work here
                     pass
             for path in self.out.iterdir():

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -80,7 +79,7 @@ def test_through_mergekit(rng, tmp_path, method):
     covariances = [random_covariance(rng, 30) for _ in experts]
     path = write_statistics(tmp_path, {"covariance": {"w": covariances}}, ["1", "2"], ("v",))
     fisher = write_statistics(tmp_path / "f", {"fisher": {"w": experts}}, ["1", "2"])
-    nan = [covariance.clone().fill_(math.nan) for covariance in covariances]
+    nan = [float("nan") * own for own in covariances]
     nan = write_statistics(tmp_path / "n", {"covariance": {"w": nan}}, ["1", "2"])
     reference = naive_ace if method == "ace" else naive_plus
     expected = reference(base, experts, measured=covariances, mix=0.25)

@@ -95,3 +95,4 @@ def test_a_cluster_without_room(cluster, tmp_path, llamas, merge, monkeypatch, r
     no_disk = "needs 0.0 GB more, and its disk has 0.0 GB free"
     assert ("no node of the cluster has room for a worker" if flags else no_disk) in text
     assert not ray.is_initialized()
+    assert not flags or not (tmp_path / "merged").exists()

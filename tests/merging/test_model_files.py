@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from checkpoints import ace_config
-from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 from mergekit.common import ModelPath
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
@@ -94,7 +94,9 @@ def test_a_template_is_added_where_there_is_none(paths, tmp_path, has):
 
 def test_a_hub_that_does_not_answer_lacks_no_file(monkeypatch):
     """The cache is that of mergekit's loaders, which `--transformers-cache` names."""
-    answers = [LocalEntryNotFoundError("429"), RemoteEntryNotFoundError("", response=Mock())]
+    refused, no_network = LocalEntryNotFoundError("429"), LocalEntryNotFoundError("")
+    refused.__cause__ = HfHubHTTPError("", response=Mock())
+    answers = [refused, no_network, RemoteEntryNotFoundError("", response=Mock())]
 
     def download(cache_dir, **_):
         raise answers.pop(0) if cache_dir == "here" else AssertionError(cache_dir)
@@ -102,6 +104,7 @@ def test_a_hub_that_does_not_answer_lacks_no_file(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr(LoaderCache(), "hf_cache_dir", "here")
+    model = ModelPath(path="org/model")
     with pytest.raises(FileError, match="429"):
-        find_model_file(ModelPath(path="org/model"), "processor_config.json")
-    assert not find_model_file(ModelPath(path="org/model"), "processor_config.json")
+        find_model_file(model, "processor_config.json")
+    assert {find_model_file(model, "processor_config.json") for _ in answers[:]} == {None}
