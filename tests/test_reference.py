@@ -70,7 +70,6 @@ def test_options_in_python_are_parameters_of_configs():
         ("r.jsonl", b'{"tens', ""),  # what a kill has left
         ("r.jsonl", b"alias ll='ls -l'\n", "is no report, and lines would be appended"),
         ("", None, "not the name"),
-        ("a/b", None, "no folder"),
     ],
 )
 def test_lines_are_appended_to_reports_alone(tmp_path, monkeypatch, path, content, fault):

@@ -111,7 +111,7 @@ def test_a_checkpoint_comes_out(config, folder, tmp_path, monkeypatch):
     refused(config, out, "holds a model. Choose another folder, or --overwrite")
     with monkeypatch.context() as patch:  # an end between two renamings
         move = os.replace
-        patch.setattr(os, "replace", lambda a, b: move(a, "/no" if a.name == "result" else b))
+        patch.setattr(os, "replace", lambda a, b: move(a, b if a.name != "result" else "/no/x"))
         run(config, out, "--overwrite", fails=True)
     assert (out / "config.json").exists()
     run(config, out, "--overwrite")
