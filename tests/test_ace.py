@@ -244,7 +244,7 @@ WEAK = torch.logspace(math.log10(0.3), -6, 40).tolist()
 @pytest.mark.parametrize("merge", [merge_tensor, merge_plus])
 @pytest.mark.parametrize("kind", ["flat", "low rank", "slow"])
 @pytest.mark.parametrize("shape", [(48, 48), (60, 20), (20, 66), (14, 70), (22, 66)])
-@pytest.mark.parametrize(("unit", "cosine"), [(1, 0), (1e-3, 0), (1e-3, 0.6), (1, 0.95)])
+@pytest.mark.parametrize(("unit", "cosine"), [(1, 0), (1e-3, 0.6), (1, 0.95)])
 def test_a_weak_expert_does_not_decide_the_merge(rng, merge, kind, shape, unit, cosine):
     """Two experts of one norm, and a third of strength r, by defaults; see the algebra's README."""
 
