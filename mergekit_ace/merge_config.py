@@ -238,8 +238,8 @@ def check_file(path: Path) -> tuple[MergeConfig | None, list[Finding]]:
         config = read_merge_config(path)
     except ConfigError as error:
         findings = [Finding.error(str(error))]
-        with suppress(ConfigError):  # a misspelt `models:` is more than a missing one
-            findings += _check_keys({} if " is a config for " in str(error) else read_yaml(path)[0])
+        if isinstance(error.__cause__, ValidationError | RuntimeError):  # keys may be misspelt
+            findings += _check_keys(read_yaml(path)[0])
         return None, findings
     return config, [*check_config(config)]
 

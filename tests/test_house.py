@@ -18,7 +18,7 @@ import pytest
 
 LIMITS = {
     "files": 56,
-    "lines": 13811,
+    "lines": 13813,
     "lines of a file": 486,
     "parameters of a function": 8,
     "our modules that one imports": 12,

@@ -85,8 +85,8 @@ class AceOptions(PlusOptions):
     epsilon_scale: Literal["spectrum", "absolute", "relative"] = Field(
         default="spectrum",
         description="What ε multiplies to give the ridge. spectrum: ‖S‖² / tr(S) of S = Σ S_t, a "
-        "mean eigenvalue weighted by the eigenvalues; absolute: 1, as in the paper; relative: the "
-        "mean eigenvalue tr(S_t)/i of each estimate.",
+        "mean eigenvalue weighted by the eigenvalues, or more where an expert is weak; absolute: "
+        "1, as in the paper; relative: the mean eigenvalue tr(S_t)/i of each estimate.",
     )
     heterogeneity: Statistic = Field(
         default="auto",

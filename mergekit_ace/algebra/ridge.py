@@ -45,7 +45,7 @@ GROUPED = 2**25
 # The relative error of X that float32 may leave: storing X in bfloat16 costs a thousand times that.
 TOLERANCE = 1e-4
 SINGULAR = 1e-3  # an error that float64 leaves only where A is singular
-# ‖X‖² / Σ_t w_t ‖Δ_t‖², 1 of the sum of unlike experts, from which the ridge is raised.
+# ‖X‖² / Σ_t w_t ‖Δ_t‖² above which the ridge may be raised; the sum of unlike experts has 1.
 AMPLIFICATION = 0.95
 LARGEST_LOSS = 1e6  # ‖Y‖ / ‖X‖ beyond which nobody asks: float32 is not enough, float64 still is
 PROBED_ROWS = 8
@@ -160,7 +160,7 @@ def merge_by_ridge(
     Σ_t (Y − λ_t C_t)(S_t + ε_t I) are instead of 0, times A⁻¹, is the error of these rows. Where
     it is too large, everything is done once more in float64, or an `IllConditionedError` raised.
     A ridge that follows the spectrum is raised where a weak expert would make X larger than all
-    task vectors together.
+    task vectors together; how much depends on the spread of log τ_t.
     `known` is what else the record says.
     """
     low, high = FLOAT32_RANGE
@@ -168,7 +168,7 @@ def merge_by_ridge(
     narrow = active.dtype == torch.float32 and low < typical < high
     experts = [active.experts[t] for t in problem.experts]
     weights, tau = active.relative_weights, active.tau
-    total = sum(weight * one for weight, one in zip(weights, tau, strict=True))
+    total = float(np.dot(weights, tau))
     spread = min(1.0, max(0.0, 2 * float(np.cov(np.log(tau), aweights=weights)) - 1))
     coefficients = [active.coefficients[t] for t in problem.experts]
     raised, dtype = problem, torch.float32 if narrow else torch.float64
@@ -212,15 +212,14 @@ def _closed_form(
     component, strength = None, vectors.means.new_zeros(())
     ones = [1.0] * len(coefficients)
     whole, residual, numbers = solver(problem, vectors, ones)  # by which X is finished
-    merged, size = whole, torch.linalg.vector_norm(whole)
-    own = size
+    merged, sizes = whole, [torch.linalg.vector_norm(whole)] * 2
     if residual is not None:
         component, strength = _refine(problem, vectors, whole, residual.add_(whole))
     if coefficients != ones:
         merged, _, part = solver(replace(problem, rank=0), vectors, coefficients)
-        own = torch.linalg.vector_norm(merged)
+        sizes[1] = torch.linalg.vector_norm(merged)
         numbers = numbers if problem.rank or problem.sizes else part
-    numbers = [strength.to(merged.dtype), size, own, *numbers]
+    numbers = [strength.to(merged.dtype), *sizes, *numbers]
     if component is not None:
         merged.add_(component, alpha=problem.refinement)
     if problem.sizes:

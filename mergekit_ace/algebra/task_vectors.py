@@ -48,7 +48,7 @@ Fraction = Annotated[Number, Field(ge=0, le=1, description="a number from 0 to 1
 
 T = TypeVar("T")
 GRIDS = (torch.bfloat16, torch.float16, torch.float32)  # precisions that checkpoints are saved in
-NO_WEIGHT = 1e-15  # a share of the largest weight that counts as 0
+NO_WEIGHT = 1e-12  # a share of the largest weight that counts as 0
 
 PairTable = tuple[tuple[float | None, ...], ...]  # of experts, T × T
 

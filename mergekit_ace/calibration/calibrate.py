@@ -128,7 +128,7 @@ def run_calibration(
         if not overwrite:
             raise occupied(out, "a model")
     partial = out.with_name(out.name + ".partial")
-    work, former = partial / "work", partial / "former"  # the latter until the new one is there
+    work, former = partial / "work", partial / "former"  # the old result waits for the new one
     names = (config.merged_model, config.base_model, *(one.model for one in config.models))
     data = [one.path for _, one in config.sources if one is not None]
     check_apart([*models.model_paths(filter(None, names)), *data], [out, partial])

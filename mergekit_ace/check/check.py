@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from mergekit_ace.files.checkpoints import (
     tokenizer_donor,
 )
 from mergekit_ace.merge_config import (
+    HEADS,
     Finding,
     check_file,
     check_settings,
@@ -63,7 +63,6 @@ DEQUANTISE = (
     "bfloat16"
 )
 _MARGIN = 1.02  # of the result's size, for indices, tokenizers and the rest
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$|^output\.weight$")
 _ANOTHER = "replace the model by one of the same architecture, or save it again"
 # What changes the function that the same weights compute. mergekit writes the base's config.
 _FUNCTION = """
@@ -257,7 +256,7 @@ def _check_quantised(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterator[Finding]:
     """Find heads that are missing or tied in some models; mergekit takes embeddings for them."""
     base = config.base_model
-    stored = {m: next(filter(_HEAD.search, one.headers), "") for m, one in checkpoints.items()}
+    stored = {m: next(filter(_is_head, one.headers), "") for m, one in checkpoints.items()}
     ties = {model: _ties_head(checkpoint.config) for model, checkpoint in checkpoints.items()}
     some = next(filter(None, stored.values()), "")
     for model, head in stored.items():
@@ -273,6 +272,10 @@ def _check_heads(checkpoints: Checkpoints, config: MergeConfiguration) -> Iterat
                     f"{tied} ties its head to the embedding, and {own} has a head of its own",
                     "save both tied, or both with tie_word_embeddings: false and an lm_head",
                 )
+
+
+def _is_head(name: str) -> bool:
+    return name in HEADS or name.endswith((".lm_head.weight", ".embed_out.weight"))
 
 
 def _ties_head(config: Mapping[str, Any]) -> bool | None:

@@ -52,8 +52,8 @@ Merged = tuple[Tensor, TensorRecord]
 # Those that name files whose content goes into the result, and in which experts have names.
 FILE_PARAMETERS = ("coefficients", "learner", "statistics", "covariances")
 MOST_ADAPTERS = 2  # that are merged without a warning where `lambda` is 1
-_LINEAR = np.linalg.LinAlgError, torch.linalg.LinAlgError  # pyright: ignore
-MERGE_ERRORS = (IllConditionedError, OverflowError, *_LINEAR)
+_LIN_ALG_ERRORS = np.linalg.LinAlgError, torch.linalg.LinAlgError  # pyright: ignore
+MERGE_ERRORS = (IllConditionedError, OverflowError, *_LIN_ALG_ERRORS)
 _NOTICES: Counter[str] = Counter()
 _LOCK = threading.Lock()  # --multi-gpu merges tensors side by side
 
